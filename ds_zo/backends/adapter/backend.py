@@ -25,7 +25,7 @@ from torch import nn
 from ds_zo.backends.adapter.base_hash import BaseHash
 from ds_zo.backends.adapter.block_store import resident_ids
 from ds_zo.backends.adapter.streamed import StreamedBase
-from ds_zo.backends.adapter.trained import TrainedParameters, groups_of
+from ds_zo.backends.adapter.trained import AdapterParameters, groups_of
 from ds_zo.backends.common.backend import Backend, StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
@@ -67,7 +67,7 @@ class AdapterBackend(Backend):
             self._base = StreamedBase(
                 module, config, param_groups=self.param_groups, device=device, process_group=process_group
             )
-        self._trained = TrainedParameters(module, optimizer, chosen=chosen, process_group=process_group)
+        self._trained = AdapterParameters(module, optimizer, chosen=chosen, process_group=process_group)
         if self._base is not None:
             self._base.state.master_of = self._trained.master_of
         self._base_hash = BaseHash(module, self._base)

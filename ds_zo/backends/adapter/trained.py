@@ -29,7 +29,7 @@ class Trained:
         return self.master is not self.parameter
 
 
-class TrainedParameters:
+class AdapterParameters:
     """The parameters of an optimizer that may be trained. Replaces 16-bit ones in its param groups by masters."""
 
     def __init__(
