@@ -30,6 +30,15 @@ def expand_segments() -> None:
     os.environ.setdefault(_VARIABLES[1], SETTING)
 
 
+def warn_of_fragmentation(device: torch.device, *, budget_gb: float | None) -> None:
+    """Warns of a memory budget without expandable segments."""
+    if device.type == "cuda" and budget_gb is not None and not segments_expand():
+        logger.warning(
+            f"ds_zo: PyTorch's allocator may lose several of {budget_gb:g} GB to fragmentation: start with "
+            f"PYTORCH_CUDA_ALLOC_CONF={SETTING} in the environment (ds_zo.stream.device_memory_gb)"
+        )
+
+
 def num_retries(device: torch.device) -> int:
     """How often the allocator failed within the device's memory, or its cap, and retried after freeing cached
     memory."""

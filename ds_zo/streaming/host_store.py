@@ -83,7 +83,7 @@ class HostStore:
         ring = make_ring(self._device)
         _clear_error(self._device)
         if ring is None and self._registered:
-            torch.cuda.synchronize(self._device)
+            torch.cuda.synchronize(self._device)  # copies of the buffer may be under way on any stream
             buffer = self._registered[-1]
             self._unregister(buffer)
             self.pinned_nbytes -= buffer.numel()

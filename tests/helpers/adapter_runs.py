@@ -12,12 +12,8 @@ import torch
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 
-from ds_zo import ops
-from ds_zo.ops import nf4
-
 peft = pytest.importorskip("peft")
 LR = 1e-2
-FORMATS = {"fp8": torch.float8_e4m3fn, "bf12": torch.uint8}
 TARGETS = ["q_proj", "v_proj", "down_proj"]
 METHODS: dict[str, Callable[[], Any]] = {
     "lora": lambda: peft.LoraConfig(r=2, lora_alpha=4, target_modules=TARGETS, lora_dropout=0.1),
@@ -126,29 +122,6 @@ def run_plain(
         if scheduler is not None:
             scheduler.step()
     return losses, weights(model)
-
-
-def with_decoded_base(model: nn.Module, form: str) -> nn.Module:
-    """A copy whose frozen matrices have the values that `form` stores."""
-    model = copy.deepcopy(model)
-    for name, p in model.named_parameters():
-        if ".layers." in name and p.dim() == 2 and not p.requires_grad:
-            p.data = decoded(p.data, form)
-    return model
-
-
-def decoded(value: torch.Tensor, form: str) -> torch.Tensor:
-    if form == "nf4":
-        found = torch.empty(value.numel(), dtype=value.dtype)
-        ops.dequantise_nf4_(found, *nf4.quantise(value))
-        return found.view(value.shape)
-    fmt = ops.storage_format(FORMATS[form])
-    padded = torch.zeros(-(-value.numel() // 256) * 256)
-    padded[: value.numel()] = value.reshape(-1)
-    storage = torch.empty(padded.numel(), dtype=fmt.dtype)
-    scales = torch.zeros(padded.numel() // 256 * fmt.scale_numel, dtype=fmt.scale_dtype)
-    ops.encode_(storage, padded, exponents=scales)
-    return ops.decode(storage, exponents=scales)[: value.numel()].view(value.shape).to(value.dtype)
 
 
 def assert_same(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_runs import adapter_json, decoded, peft, start
+from adapter_runs import adapter_json, peft, start
+from decoded_values import decoded
 from sizes import first_seed, num_cases
 from tiny_models import tiny_batch, tiny_model
 from torch import nn

@@ -191,6 +191,7 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
     runtime.wants_low = lambda unit: rng.random() < 0.5
     value = [u.index for u in units]
     num_folds = 0
+    interrupted: set[int] = set()
     for _ in range(400):
         due = [u for u in units if rng.random() < 0.4]
         in_pass = rng.random() < 0.7
@@ -206,6 +207,7 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
                 if folds:
                     low[: unit.low_nbytes] = new = rng.randint(0, 255)
                     if rng.random() < 0.1:
+                        interrupted.add(unit.index)
                         break
                     if slot is None:
                         unit.folded(unit.version + 1)
@@ -216,10 +218,13 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
                     value[unit.index] = new
                     num_folds += 1
                 elif rng.random() < 0.2:
+                    interrupted.add(unit.index)
                     break
             runtime.release(unit, slot, keep_low=rng.random() < 0.2)
+            interrupted.discard(unit.index)
         if in_pass:
             runtime.finish()
+            interrupted.clear()
         if rng.random() < 0.05:
             for unit in units:
                 low_of(unit).fill_(rng.randint(0, 255))
@@ -229,5 +234,6 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
         free = [slot for slot in runtime.low_slots if lows._is_free(slot)]
         assert len(free) + len(lows.ahead) + len(lows._in_use) == num_low_slots
         assert sorted(map(id, lows._slots)) == sorted(map(id, runtime.low_slots))
+        assert {slot.unit.index for slot in lows._in_use if slot.unit is not None} <= interrupted
     assert num_folds > 100
     assert [set(low_of(u).tolist()) for u in units] == [{v} for v in value]

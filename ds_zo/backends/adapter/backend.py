@@ -36,7 +36,7 @@ from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.snapshot import Snapshot, without_aliases
 from ds_zo.config import AdamWParams, Resolved
 from ds_zo.optim import LossScaler
-from ds_zo.streaming.allocator import SETTING, segments_expand
+from ds_zo.streaming.allocator import warn_of_fragmentation
 from ds_zo.streaming.node import use_world_timeout
 
 
@@ -56,7 +56,8 @@ class AdapterBackend(Backend):
         _refuse_foreign_quantisation(module)
         half = torch.float16 in (config.dtype, config.autocast)
         self._scaler = LossScaler(config.loss_scale) if half else None
-        self._publish_scale(overflow=False)
+        if self._scaler is not None:
+            self._scaler.publish(optimizer, overflow=False)
         self._num_applied = 0
         """Steps that this engine has not skipped."""
         self._caches = Caches(module)
@@ -101,12 +102,7 @@ class AdapterBackend(Backend):
                 "ds_zo: no block has a frozen parameter, so no block is streamed and the whole model is on the device: "
                 "freeze the base model (PEFT does), or remove zero_optimization.offload_param"
             )
-        budget = self.config.section.stream.device_memory_gb
-        if self.device.type == "cuda" and budget is not None and not segments_expand():
-            logger.warning(
-                f"ds_zo: PyTorch's allocator may lose several of {budget:g} GB to fragmentation: start with "
-                f"PYTORCH_CUDA_ALLOC_CONF={SETTING} in the environment (ds_zo.stream.device_memory_gb)"
-            )
+        warn_of_fragmentation(self.device, budget_gb=self.config.section.stream.device_memory_gb)
 
     # Forward and backward
 
@@ -153,18 +149,12 @@ class AdapterBackend(Backend):
         overflow = self._scaler is not None and not finite
         if self._scaler is not None:
             self._scaler.update(overflow=overflow)
-            self._publish_scale(overflow=overflow)
+            self._scaler.publish(self.optimizer, overflow=overflow)
         self._num_applied += finite
         # The first step makes the optimizer's states, which only later backward passes have beside them.
         if self._base is not None and self._num_applied > 1:
             self._base.block_store.fill_device()
         return StepOutcome(applied=finite, grad_norm=norm, advance_schedule=not overflow)
-
-    def _publish_scale(self, *, overflow: bool) -> None:
-        """Sets the attributes of the optimizer from which DeepSpeed's monitors and Accelerate read the loss scale."""
-        if self._scaler is not None:
-            self.optimizer.cur_scale = self._scaler.scale  # type: ignore[attr-defined]
-            self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def zero_grad(self) -> None:
         super().zero_grad()
@@ -190,7 +180,7 @@ class AdapterBackend(Backend):
             self._scaler.restart()
             if load_optimizer_states and state["scaler"] is not None:
                 self._scaler.load_state_dict(state["scaler"])
-            self._publish_scale(overflow=False)
+            self._scaler.publish(self.optimizer, overflow=False)
 
     def rank_state(self) -> dict[str, Any]:
         return self._trained.gradients()

@@ -54,7 +54,7 @@ from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, is_compiled,
 from ds_zo.backends.recompute.wrapping import forward_pass, wrap_blocks
 from ds_zo.config import LOMOParams, Resolved
 from ds_zo.optim import LossScaler
-from ds_zo.streaming.allocator import SETTING, segments_expand
+from ds_zo.streaming.allocator import warn_of_fragmentation
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.node import use_world_timeout
 
@@ -159,17 +159,8 @@ class LOMOBackend(Backend):
                 f"ds_zo: clipping by value changes the direction of large steps; at lr {max(lrs):g} (1e-3 or more) "
                 f"prefer gradient_clipping ({self.config.params_at}.clip_grad_value)"
             )
-        budget = self.config.section.stream.device_memory_gb
-        if (
-            self._block_store is not None
-            and self.device.type == "cuda"
-            and budget is not None
-            and not segments_expand()
-        ):
-            logger.warning(
-                f"ds_zo: PyTorch's allocator may lose several of {budget:g} GB to fragmentation: start with "
-                f"PYTORCH_CUDA_ALLOC_CONF={SETTING} in the environment (ds_zo.stream.device_memory_gb)"
-            )
+        if self._block_store is not None:
+            warn_of_fragmentation(self.device, budget_gb=self.config.section.stream.device_memory_gb)
         if self.settings.adapter is None:
             return
         if any(state.parameter.requires_grad and not state.is_adapter for state in self._parameter_states):

@@ -19,8 +19,8 @@ from adapter_runs import (
     start,
     train,
     weights,
-    with_decoded_base,
 )
+from decoded_values import with_decoded_base
 
 from ds_zo import ConfigError
 

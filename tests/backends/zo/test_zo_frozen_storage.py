@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from decoded_values import with_decoded_base
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from zo_runs import assert_equal, engine_for, train, weights, zo_json
 
 from ds_zo import ConfigError, ops
-from ds_zo.ops import nf4
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("single_process")
 
-FORMATS = {"nf4": ops.NF4.dtype, "fp8": torch.float8_e4m3fn, "bf12": torch.uint8}
 BF16 = {"bf16": {"enabled": True}}
 BATCHES = [tiny_batch("llama", seed=seed, batch_size=2, length=8) for seed in range(3)]
 
@@ -37,31 +36,6 @@ def partly_frozen() -> nn.Module:
     for name, p in model.named_parameters():
         p.requires_grad = "k_proj" not in name and "o_proj" not in name
     return model.train()
-
-
-def decoded(value: torch.Tensor, form: str) -> torch.Tensor:
-    if form == "nf4":
-        found = torch.empty(value.numel(), dtype=value.dtype)
-        ops.dequantise_nf4_(found, *nf4.quantise(value))
-        return found.view(value.shape)
-    fmt = ops.storage_format(FORMATS[form])
-    padded = torch.zeros(-(-value.numel() // 256) * 256)
-    padded[: value.numel()] = value.reshape(-1)
-    storage = torch.empty(padded.numel(), dtype=fmt.dtype)
-    scales = torch.zeros(padded.numel() // 256 * fmt.scale_numel, dtype=fmt.scale_dtype)
-    ops.encode_(storage, padded, exponents=scales)
-    return ops.decode(storage, exponents=scales)[: value.numel()].view(value.shape).to(value.dtype)
-
-
-def with_decoded_base(model: nn.Module, form: str) -> nn.Module:
-    model = copy.deepcopy(model)
-    changed = 0
-    for name, p in model.named_parameters():
-        if ".layers." in name and p.dim() == 2 and not p.requires_grad:
-            p.data = decoded(p.data, form)
-            changed += 1
-    assert changed
-    return model
 
 
 def run(model: nn.Module, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -1,0 +1,37 @@
+"""Values as a storage format holds them, for comparisons with a base that is stored in that format."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from ds_zo import ops
+from ds_zo.ops import nf4
+
+_FORMATS = {"fp8": torch.float8_e4m3fn, "bf12": torch.uint8}
+
+
+def decoded(value: torch.Tensor, form: str) -> torch.Tensor:
+    if form == "nf4":
+        found = torch.empty(value.numel(), dtype=value.dtype)
+        ops.dequantise_nf4_(found, *nf4.quantise(value))
+        return found.view(value.shape)
+    fmt = ops.storage_format(_FORMATS[form])
+    padded = torch.zeros(-(-value.numel() // 256) * 256)
+    padded[: value.numel()] = value.reshape(-1)
+    storage = torch.empty(padded.numel(), dtype=fmt.dtype)
+    scales = torch.zeros(padded.numel() // 256 * fmt.scale_numel, dtype=fmt.scale_dtype)
+    ops.encode_(storage, padded, exponents=scales)
+    return ops.decode(storage, exponents=scales)[: value.numel()].view(value.shape).to(value.dtype)
+
+
+def with_decoded_base(model: nn.Module, form: str) -> nn.Module:
+    """A copy whose frozen matrices of blocks have the values that `form` stores."""
+    model = copy.deepcopy(model)
+    frozen = [p for n, p in model.named_parameters() if ".layers." in n and p.dim() == 2 and not p.requires_grad]
+    assert frozen
+    for p in frozen:
+        p.data = decoded(p.data, form)
+    return model
