@@ -218,14 +218,12 @@ def _bitsandbytes(case: AdapterCase, model: nn.Module, device: torch.device) -> 
         value = source(f"model.layers.{name}.weight").cpu()
         new.weight = bnb.nn.Params4bit(value, requires_grad=False, quant_type="nf4")
         setattr(owner, name.rpartition(".")[2], new.to(device))
-    whole = materialise(model, device)
+    whole: Any = materialise(model, device)
+    whole.is_loaded_in_4bit = True  # PEFT chooses its adapters for bitsandbytes by it
     return _loop(case, _with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device))
 
 
-def _loop(
-    case: AdapterCase,
-    model: Any,
-) -> tuple[Step, None]:
+def _loop(case: AdapterCase, model: Any) -> tuple[Step, None]:
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
