@@ -403,10 +403,9 @@ _ADAPTER_NF4: Config = {**_ADAPTER_BF16, "ds_zo": {"backend": "adapter", "stream
 _LORA_RUN: dict[str, Any] = {
     "lora_ranks": (16,),
     "arguments": ("--lora-targets", "all-linear"),
-    "device_gb": 10,
     **_FIRST_ORDER_RUN,
 }
-_ZO_LORA_RUN: dict[str, Any] = {**_ZO_RUN, "lrs": (3e-4, 1e-3, 3e-3), "lora_ranks": (8,), "device_gb": 6}
+_ZO_LORA_RUN: dict[str, Any] = {**_ZO_RUN, "lrs": (3e-4, 1e-3, 3e-3), "lora_ranks": (8,)}
 
 
 def _zo_lora(**stream: Any) -> Config:
