@@ -234,6 +234,11 @@ class Unit:
     def trainable(self) -> bool:
         return any(placed.trainable for placed in self.placed)
 
+    @property
+    def decodes_frozen(self) -> bool:
+        """Whether frozen parameters are stored in another format than their dtype."""
+        return any(part.frozen and not part.direct for part in self.parts)
+
     # The stored bytes
 
     @property
