@@ -60,7 +60,7 @@ def adapter_speed() -> str:
         )
     conditions = (
         "One H200, random weights in bf16 or NF4, LoRA of rank 16 on all linear layers of the blocks. Limits of GPU "
-        "memory are enforced. All blocks of models from 70B on have the weights of the first. Memory is the peak, in "
+        "memory are enforced. All blocks of OPT-175B have the weights of the first. Memory is the peak, in "
         "GB, with that of `ds-zo plan` in brackets. The last column is the share of a step in which uploads occupy the "
         "link, at the rate that uploads have alone:"
     )
