@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from ds_zo.streaming.node import Node, RankPartition, explain_lost_rank
+from ds_zo.streaming.runtime import Slot
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import RanksStore
-from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import PlacedParameter, Unit
 
 

@@ -2,21 +2,26 @@
 
 The compute stream is the caller's current stream. Events named for the transfer that they guard order the streams. The
 methods of a pass never block the host. On a CPU device the same code runs in issue order.
+
+[Note: low planes are uploaded ahead] A fold applies a unit's pending updates to its stored weights. It needs the unit's
+low plane, whether the unit is streamed or resident. Low planes are uploaded in the order of the folds, each as soon as
+a low slot is free. A low slot becomes free when the fold before has used it. So a low plane may be uploaded up to a
+whole fold interval of blocks before its fold. Low planes have an upload stream of their own: an upload of a block may
+wait for its slot, and would hold up the low plane that the compute stream needs first.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
-from ds_zo.streaming.low_slots import LowSlots
-from ds_zo.streaming.pinned_ring import upload_
-from ds_zo.streaming.schedule import Action, Kind, sweep
-from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.pinned_ring import UploadEvent, upload_
+from ds_zo.streaming.raw_buffer import RawBuffer
+from ds_zo.streaming.schedule import NUM_PIECES, Action, Kind, sweep
 from ds_zo.streaming.units import Unit
 
 WantsLow = Callable[[Unit], bool]
@@ -28,6 +33,165 @@ class BeforeOverwrite(Protocol):
     assign the unit other buffers."""
 
     def __call__(self, unit: Unit, *, weights: bool, low: bool) -> None: ...
+
+
+class Slot:
+    """One buffer on the device and its events: `filled` when its upload is done, `drained` when the last kernel has
+    used it, `saved[i]` when piece i of its download is done. Events are None without CUDA."""
+
+    def __init__(self, nbytes: int, device: torch.device, *, reuse: bool = True) -> None:
+        self.device = device
+        self._nbytes = nbytes
+        self._reuse = reuse
+        self._raw: RawBuffer | None = None
+        self.buffer = torch.empty(nbytes if reuse else 0, dtype=torch.uint8, device=device)
+        cuda = device.type == "cuda"
+        self.filled: UploadEvent | None = UploadEvent() if cuda else None
+        self.drained: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
+        self.saved: list[torch.cuda.Event | None] = [torch.cuda.Event() if cuda else None for _ in range(NUM_PIECES)]
+        if self.drained is not None:  # kernels on this stream may still use this memory
+            self.drained.record(torch.cuda.current_stream(device))
+        self.is_saving = False
+        """Whether a download of the slot may be under way that no upload has waited for. An upload of a smaller unit
+        does not wait for the last pieces."""
+        self.unit: Unit | None = None
+        """The unit whose bytes the slot holds, or will hold once its upload is done. None: no valid contents."""
+        self._version = -1
+        """Number of updates that the bytes include; -1 while unknown."""
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the slot holds, or will hold once its upload is done, the stored bytes of its unit. It does not once
+        updates have been applied in the slot and are not sent back."""
+        return self.unit is not None and self._version == self.unit.version
+
+    def pieces(self, nbytes: int) -> Iterator[tuple[slice, torch.cuda.Event | None]]:
+        """The pieces that cover the first `nbytes`, and the events of their downloads. Piece boundaries do not depend
+        on the unit."""
+        length = -(-self._nbytes // NUM_PIECES)
+        for i, saved in enumerate(self.saved):
+            if i * length < nbytes:
+                yield slice(i * length, min((i + 1) * length, nbytes)), saved
+
+    def take(self, unit: Unit) -> None:
+        """Assigns the slot to `unit`, before its upload. The contents are unknown until the whole upload is issued,
+        because issuing it may be interrupted."""
+        self.unit, self._version = unit, -1
+        if not self._reuse:
+            self._reallocate()
+
+    def uploaded(self) -> None:
+        """The whole upload of the slot's unit was issued."""
+        assert self.unit is not None
+        self._version = self.unit.version
+
+    def updated(self, version: int) -> None:
+        """Updates were applied in the slot, which includes `version` of them."""
+        self._version = version
+
+    def expire(self) -> None:
+        """The contents are not used again. Copies from or to `unit` may still be under way."""
+        self._version = -1
+
+    def invalidate(self) -> None:
+        """Marks the slot's contents as different from any unit's `store_buffer`."""
+        self.unit, self._version = None, -1
+
+    def _reallocate(self) -> None:
+        """For the ablation `reuse_buffers: false`: allocates and frees device memory at each use."""
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        if self.device.type != "cuda":
+            self.buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device)
+            return
+        if self._raw is not None:
+            self._raw.free()
+        self._raw = RawBuffer(self._nbytes, self.device)
+        self.buffer = torch.as_tensor(self._raw, device=self.device)
+
+
+class LowSlots:
+    """The low slots of a runtime. A slot is in use, or filled ahead of its use (it holds its unit's stored low plane),
+    or free."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = list(slots)
+        """In the order in which they were last filled or freed."""
+        self._in_use: list[Slot] = []
+        """Slots that kernels of the current uses read and change."""
+        self._planned: deque[Unit] = deque()
+        """Units whose low planes are still to be uploaded, in the order of their folds."""
+
+    @property
+    def ahead(self) -> list[Unit]:
+        """The units whose low planes are filled ahead, in the order of their uploads."""
+        return [slot.unit for slot in self._slots if slot.unit is not None and self._is_ahead(slot)]
+
+    def _is_ahead(self, slot: Slot) -> bool:
+        return slot not in self._in_use and slot.is_current
+
+    @property
+    def has_free(self) -> bool:
+        return any(map(self._is_free, self._slots))
+
+    def _is_free(self, slot: Slot) -> bool:
+        return slot not in self._in_use and not slot.is_current
+
+    def plan(self, units: Sequence[Unit]) -> None:
+        """Plans the uploads for the coming folds, but for the units whose low planes are there."""
+        self._planned = deque(units)
+        for unit in self.ahead:
+            if unit in self._planned:
+                self._planned.remove(unit)
+
+    def next_planned(self) -> Unit | None:
+        """The unit whose low plane can be uploaded now, if there is one. A unit that folds twice has its second upload
+        after its first fold."""
+        if not self._planned or not self.has_free or self.slot_of(self._planned[0]) is not None:
+            return None
+        return self._planned[0]
+
+    def slot_of(self, unit: Unit) -> Slot | None:
+        """The slot with the unit's low plane, in use or filled ahead."""
+        return next((s for s in self._slots if s.unit is unit and not self._is_free(s)), None)
+
+    def take(self, unit: Unit) -> Slot:
+        """Returns a free slot for an upload of the unit's low plane. The caller has seen to it that there is one."""
+        if unit in self._planned:
+            self._planned.remove(unit)
+        slot = next(filter(self._is_free, self._slots))
+        self._move_to_end(slot)
+        return slot
+
+    def use(self, slot: Slot) -> None:
+        if slot not in self._in_use:
+            self._in_use.append(slot)
+
+    def stop_using(self, unit: Unit) -> Slot | None:
+        """Ends the use of the unit's low slot, and returns the slot. None: it has none in use."""
+        slot = next((slot for slot in self._in_use if slot.unit is unit), None)
+        if slot is not None:
+            self._in_use.remove(slot)
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        slot.expire()
+        self._move_to_end(slot)
+
+    def reclaim(self, *, keep: Collection[Unit]) -> list[Slot]:
+        """Frees all slots but those filled ahead for the units in `keep`. Returns the slots that were in use: kernels
+        of interrupted uses may still read them."""
+        interrupted, self._in_use = self._in_use, []
+        for slot in [s for s in self._slots if s in interrupted or (s.is_current and s.unit not in keep)]:
+            self.free(slot)
+        return interrupted
+
+    def _move_to_end(self, slot: Slot) -> None:
+        self._slots.remove(slot)
+        self._slots.append(slot)
 
 
 class Runtime:

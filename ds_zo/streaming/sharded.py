@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from ds_zo.streaming.node import explain_lost_rank
-from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.runtime import Runtime, Slot
 from ds_zo.streaming.shared_store import RanksStore, SharedStore
-from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Unit
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from deepspeed.utils import logger
 
 from ds_zo.streaming.host_store import PAGE, HostStore
 from ds_zo.streaming.node import Node, SharedMemory, world_timeout
@@ -59,10 +62,23 @@ class SharedStore(RanksStore):
         if self._pin:
             self._register(memory.tensor[:header])
 
-    @staticmethod
-    def capacity_nbytes(sizes: list[int], *, num_units: int, num_ranks: int) -> int:
-        """Bytes of shared memory for buffers of `sizes` bytes and the counts of write-backs."""
-        return _pages(8 * num_units * num_ranks) + sum(map(_pages, sizes))
+    @classmethod
+    def of_machine(
+        cls, sizes: Sequence[int], *, num_units: int, process_group: Any, device: torch.device, pin: bool
+    ) -> SharedStore | None:
+        """A store for buffers of `sizes` bytes. Returns None, on every rank of this machine, if the machine has one
+        rank or its ranks cannot share memory. Collective."""
+        node = Node(process_group, device=device)
+        if node.size == 1:
+            return None
+        memory = node.map_shared(_pages(8 * num_units * node.size) + sum(map(_pages, sizes)))
+        if memory is None:
+            logger.warning(
+                "ds_zo: the ranks of this machine can't share memory, so each rank stores the whole model: run them in "
+                "one container (zero_optimization.stage)"
+            )
+            return None
+        return cls(node, memory, num_units=num_units, device=device, pin=pin)
 
     def take(self, nbytes: int) -> torch.Tensor:
         if nbytes == 0:

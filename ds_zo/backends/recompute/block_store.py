@@ -37,7 +37,7 @@ from ds_zo.streaming.device_shards import DeviceShardRuntime
 from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.loading import check_frozen_dtype
 from ds_zo.streaming.placement import Placement, plan_units
-from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.runtime import Slot
 from ds_zo.streaming.units import PlacedParameter, Unit
 
 

@@ -30,9 +30,8 @@ from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
 from ds_zo.backends.zo.step_time import TimedForward
 from ds_zo.checkpoint.replay import due
 from ds_zo.streaming.placement import Placement
-from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.runtime import Runtime, Slot
 from ds_zo.streaming.sharded import ShardedRuntime
-from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Planes, Unit
 
 
