@@ -240,10 +240,6 @@ class Runtime:
         """Bytes of a slot that can hold a unit of `nbytes`."""
         return nbytes
 
-    def announce_collective_pass(self, *, ahead: bool) -> None:
-        """Declares that all ranks of a sharded store make the next pass. `ahead`: another pass like it follows, whose
-        first blocks are gathered at the end of the next one. No effect where weights are not sharded."""
-
     def start(
         self,
         order: Sequence[Unit],
@@ -251,12 +247,16 @@ class Runtime:
         downloads: Collection[Unit] = (),
         lows: Sequence[Unit] = (),
         then: Sequence[Unit] | None = None,
+        collective: bool | None = None,
     ) -> None:
         """Plans a pass over the streamed units of `order` and issues its first uploads.
 
         Units in `downloads` will be changed, and downloaded after their use. `lows` are the units that fold in this
         pass and then in the next, in the order of the folds: see [Note: low planes are uploaded ahead]. `then` are the
         units that the next pass starts with (None: the next pass starts like this one).
+
+        `collective` has no effect where weights are not sharded. If it is not None, all ranks make this pass. It then
+        tells whether another pass like it follows, whose first blocks are gathered at the end of this one.
         """
         self._order = [self._number[id(unit)] for unit in order if unit.streamed]
         self._then = None if then is None else [self._number[id(unit)] for unit in then if unit.streamed]
@@ -447,14 +447,11 @@ class Runtime:
 
     def _copy_up(self, slot: Slot, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Copies `source` to the slot: piece by piece behind a download that may be under way, else in one copy."""
-        if not slot.is_saving:
-            upload_(slot.buffer[: source.numel()], source, slot.filled)
-            return
-        pieces = list(slot.pieces(source.numel()))
+        pieces = list(slot.pieces(source.numel())) if slot.is_saving else [(slice(source.numel()), None)]
         for piece, saved in pieces:
             self._wait(stream, saved)
             upload_(slot.buffer[piece], source[piece], slot.filled)
-        slot.is_saving = len(pieces) < len(slot.saved)  # the last pieces of a larger unit are not awaited yet
+        slot.is_saving &= len(pieces) < len(slot.saved)  # the last pieces of a larger unit are not awaited yet
 
     def _download(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
         if self._before_overwrite is not None:

@@ -234,6 +234,11 @@ class Unit:
     def trainable(self) -> bool:
         return any(placed.trainable for placed in self.placed)
 
+    @property
+    def viewable(self) -> bool:
+        """Whether the stored bytes of all parameters can be viewed as their values."""
+        return all(part.viewable for part in self.parts)
+
     # The stored bytes
 
     @property

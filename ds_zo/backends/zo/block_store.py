@@ -252,7 +252,7 @@ class ZOBlockStore(BlockStore):
             f"modules outside them; {len(blocks) - self.num_resident} blocks stream, {self.num_resident} stay on the "
             "device",
             f"ds_zo: device: weights {self.resident_nbytes / gib:.2f} GiB, {len(self.runtime.slots)} slots "
-            f"{self.slots_nbytes / gib:.2f} GiB, scratch {self.materialiser.scratch_nbytes / gib:.2f} GiB; host: "
+            f"{self.slots_nbytes / gib:.2f} GiB, scratch {self.materialiser.scratch.numel() / gib:.2f} GiB; host: "
             f"{self.store.nbytes / gib:.2f} GiB, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned",
             f"ds_zo: blocks stored as {'/'.join(wire) or 'n/a'}, master {self._stream.master}, folded every "
             f"{self.interval} steps (at most {CAPACITY} behind)",
@@ -285,7 +285,7 @@ class ZOBlockStore(BlockStore):
             + stored
             + ("; blocks that fit move to the GPU after the first step" if self.may_fill_device else ""),
             device_bytes=nonzero(
-                [("weights", self.resident_nbytes), ("slots", slots), ("scratch", self.materialiser.scratch_nbytes)]
+                [("weights", self.resident_nbytes), ("slots", slots), ("scratch", self.materialiser.scratch.numel())]
             ),
             added_by_steps="activations",
             host_bytes=nonzero([("weights", self.store.nbytes)]),
