@@ -54,10 +54,8 @@ class SharedStore(RanksStore):
         self._num_requested = [0] * num_units
         """By unit: how many write-backs this rank has issued. All ranks issue equally many."""
         self._marks = torch.zeros(num_units, dtype=torch.int64, device=device)
-        self._whole: set[int] = set()
-        self._pieces: dict[int, torch.Tensor] = {}
-        """Pinned memory by the buffer's address: `_whole` has the buffers that are pinned whole, `_pieces` the pages of
-        this rank's piece where only these are pinned."""
+        self._pinned: dict[int, torch.Tensor] = {}
+        """Pinned memory by the buffer's address: the whole buffer, or the pages of this rank's piece of it."""
         self._end = header
         if self._pin:
             self._register(memory.tensor[:header])
@@ -92,7 +90,7 @@ class SharedStore(RanksStore):
                 buffer[piece].zero_()  # allocates the pages, on this rank's NUMA node, before they are registered
                 pages = slice(begin + piece.start // PAGE * PAGE, begin + _pages(piece.stop))
                 if self._register(self._memory.tensor[pages]):
-                    self._pieces[buffer.data_ptr()] = self._memory.tensor[pages]
+                    self._pinned[buffer.data_ptr()] = self._memory.tensor[pages]
                     self.pinned_nbytes += piece.stop - piece.start
             self.node.barrier()  # otherwise a late rank would zero values that another rank has stored
         return buffer
@@ -107,20 +105,20 @@ class SharedStore(RanksStore):
     def copy_whole(self, target: torch.Tensor, buffer: torch.Tensor) -> None:
         """Copies a whole buffer to the device, by this rank alone. CUDA cannot copy in one call from memory that is
         partly pinned, so the first such copy pins all of the buffer."""
-        if buffer.data_ptr() in self._pieces and not self._pin_whole(buffer):
+        pinned = self._pinned.get(buffer.data_ptr())
+        if pinned is not None and pinned.numel() < buffer.numel() and not self._pin_whole(buffer, pinned):
             target.copy_(buffer.clone())
         else:
             target.copy_(buffer, non_blocking=True)
 
-    def _pin_whole(self, buffer: torch.Tensor) -> bool:
+    def _pin_whole(self, buffer: torch.Tensor, piece: torch.Tensor) -> bool:
         self.node.host_wait()  # for copies from the piece, which is about to be unpinned
-        piece = self._pieces.pop(buffer.data_ptr())
         self._unregister(piece)
-        if self._pin and self._register(buffer):
-            self._whole.add(buffer.data_ptr())
-            return True
-        if self._register(piece):
-            self._pieces[buffer.data_ptr()] = piece
+        for pinned in (buffer, piece) if self._pin else (piece,):
+            if self._register(pinned):
+                self._pinned[buffer.data_ptr()] = pinned
+                return pinned is buffer
+        del self._pinned[buffer.data_ptr()]
         return False
 
     def mark_written_back(self, number: int) -> None:
@@ -145,13 +143,9 @@ class SharedStore(RanksStore):
         self.node.barrier()
         piece = self.partition.piece(buffer.numel())
         self.nbytes -= piece.stop - piece.start
-        pinned = self._pieces.pop(buffer.data_ptr(), None)
+        pinned = self._pinned.pop(buffer.data_ptr(), None)
         if pinned is not None:
             self._unregister(pinned)
-            self.pinned_nbytes -= piece.stop - piece.start
-        elif buffer.data_ptr() in self._whole:
-            self._whole.discard(buffer.data_ptr())
-            self._unregister(buffer)
             self.pinned_nbytes -= piece.stop - piece.start
         begin = buffer.data_ptr() - self._memory.tensor.data_ptr()
         self._memory.free(begin + _pages(piece.start), begin + piece.stop // PAGE * PAGE)

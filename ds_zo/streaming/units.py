@@ -235,6 +235,10 @@ class Unit:
         return any(placed.trainable for placed in self.placed)
 
     @property
+    def numel(self) -> int:
+        return sum(placed.numel for placed in self.placed)
+
+    @property
     def viewable(self) -> bool:
         """Whether the stored bytes of all parameters can be viewed as their values."""
         return all(part.viewable for part in self.parts)

@@ -192,7 +192,7 @@ class _OneRank(SharedStore):
         self.node: Any = SimpleNamespace(
             streams=[], stream_barrier=lambda: None, gather=lambda buffer: [_Gathering(buffer)]
         )
-        self._pieces = {}
+        self._pinned = {}
 
     def mark_written_back(self, number: int) -> None:
         pass

@@ -204,9 +204,9 @@ class ZOBlockStore(BlockStore):
         link = measure_link(self.runtime, streamed[0], streamed[-1])
         # If a step waits for the host, say, timed forwards do not show the cost of a replay: it is measured alone too.
         replay = partial(self.materialiser.time_replay, streamed[0], self.runtime.slots[0])
-        num_blocks = sum(map(_numel, blocks)) / max(_numel(streamed[0]), 1)
-        draw_s = max(draw_s, num_blocks * measure_draw(replay, self.device))
-        outer_numel = self.placement.numel - sum(_numel(u) for u in blocks)
+        blocks_numel = sum(unit.numel for unit in blocks)
+        draw_s = max(draw_s, blocks_numel / max(streamed[0].numel, 1) * measure_draw(replay, self.device))
+        outer_numel = self.placement.numel - blocks_numel
         compute_s += draw_s * outer_numel / max(self.placement.numel - outer_numel, 1)  # outer units fold each step
         model = StepTimeModel(*link, compute_s, draw_s)
         sizes = {
@@ -332,7 +332,3 @@ def _check_dtypes(placement: Placement) -> None:
                 "model.float(), or freeze it before deepspeed.initialize",
                 at="bf16.enabled",
             )
-
-
-def _numel(unit: Unit) -> int:
-    return sum(placed.numel for placed in unit.placed)
