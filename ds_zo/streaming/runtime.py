@@ -58,6 +58,8 @@ class Slot:
         """The unit whose bytes the slot holds, or will hold once its upload is done. None: no valid contents."""
         self._version = -1
         """Number of updates that the bytes include; -1 while unknown."""
+        self.in_use = False
+        """Of a low slot: kernels of a unit's current use read and change it."""
 
     @property
     def version(self) -> int:
@@ -120,25 +122,18 @@ class LowSlots:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = list(slots)
         """In the order in which they were last filled or freed."""
-        self._in_use: list[Slot] = []
-        """Slots that kernels of the current uses read and change."""
         self._planned: deque[Unit] = deque()
         """Units whose low planes are still to be uploaded, in the order of their folds."""
 
     @property
     def ahead(self) -> list[Unit]:
         """The units whose low planes are filled ahead, in the order of their uploads."""
-        return [slot.unit for slot in self._slots if slot.unit is not None and self._is_ahead(slot)]
-
-    def _is_ahead(self, slot: Slot) -> bool:
-        return slot not in self._in_use and slot.is_current
+        return [s.unit for s in self._slots if s.unit is not None and s.is_current and not s.in_use]
 
     @property
-    def has_free(self) -> bool:
-        return any(map(self._is_free, self._slots))
-
-    def _is_free(self, slot: Slot) -> bool:
-        return slot not in self._in_use and not slot.is_current
+    def free_slot(self) -> Slot | None:
+        """The slot that has been free for longest."""
+        return next((s for s in self._slots if not (s.in_use or s.is_current)), None)
 
     def plan(self, units: Sequence[Unit]) -> None:
         """Plans the uploads for the coming folds, but for the units whose low planes are there."""
@@ -150,42 +145,40 @@ class LowSlots:
     def next_planned(self) -> Unit | None:
         """The unit whose low plane can be uploaded now, if there is one. A unit that folds twice has its second upload
         after its first fold."""
-        if not self._planned or not self.has_free or self.slot_of(self._planned[0]) is not None:
+        if not self._planned or self.free_slot is None or self.slot_of(self._planned[0]) is not None:
             return None
         return self._planned[0]
 
     def slot_of(self, unit: Unit) -> Slot | None:
         """The slot with the unit's low plane, in use or filled ahead."""
-        return next((s for s in self._slots if s.unit is unit and not self._is_free(s)), None)
+        return next((s for s in self._slots if s.unit is unit and (s.in_use or s.is_current)), None)
 
     def take(self, unit: Unit) -> Slot:
         """Returns a free slot for an upload of the unit's low plane. The caller has seen to it that there is one."""
         if unit in self._planned:
             self._planned.remove(unit)
-        slot = next(filter(self._is_free, self._slots))
+        slot = self.free_slot
+        assert slot is not None
         self._move_to_end(slot)
         return slot
 
-    def use(self, slot: Slot) -> None:
-        if slot not in self._in_use:
-            self._in_use.append(slot)
-
     def stop_using(self, unit: Unit) -> Slot | None:
         """Ends the use of the unit's low slot, and returns the slot. None: it has none in use."""
-        slot = next((slot for slot in self._in_use if slot.unit is unit), None)
+        slot = next((s for s in self._slots if s.unit is unit and s.in_use), None)
         if slot is not None:
-            self._in_use.remove(slot)
+            slot.in_use = False
         return slot
 
     def free(self, slot: Slot) -> None:
+        slot.in_use = False
         slot.expire()
         self._move_to_end(slot)
 
     def reclaim(self, *, keep: Collection[Unit]) -> list[Slot]:
         """Frees all slots but those filled ahead for the units in `keep`. Returns the slots that were in use: kernels
         of interrupted uses may still read them."""
-        interrupted, self._in_use = self._in_use, []
-        for slot in [s for s in self._slots if s in interrupted or (s.is_current and s.unit not in keep)]:
+        interrupted = [s for s in self._slots if s.in_use]
+        for slot in [s for s in self._slots if s.in_use or (s.is_current and s.unit not in keep)]:
             self.free(slot)
         return interrupted
 
@@ -291,7 +284,7 @@ class Runtime:
         if not unit.low_streamed:
             return unit.low_buffer
         slot = self._lows.slot_of(unit) or self._upload_low(unit)
-        self._lows.use(slot)
+        slot.in_use = True
         self._wait(self._compute, slot.filled)
         return slot.buffer
 
@@ -413,7 +406,7 @@ class Runtime:
         self._fill(slot, unit, unit.store_buffer, self._up)
         self.bytes_up += unit.nbytes
         wanted = not self._in_pass and unit.low_streamed and self.wants_low is not None and self.wants_low(unit)
-        if wanted and self._lows.has_free and self._lows.slot_of(unit) is None:
+        if wanted and self._lows.free_slot is not None and self._lows.slot_of(unit) is None:
             self._upload_low(unit)
 
     def _upload_lows(self) -> None:
@@ -423,7 +416,7 @@ class Runtime:
 
     def _upload_low(self, unit: Unit) -> Slot:
         assert unit.low_buffer is not None
-        if not self._lows.has_free:  # reclaim those of interrupted uses, and the one filled last
+        if self._lows.free_slot is None:  # reclaim those of interrupted uses, and the one filled last
             self._reclaim_low_slots(keep=self._lows.ahead[:-1])
         slot = self._lows.take(unit)
         self._fill(slot, unit, unit.low_buffer, self._up_low)
