@@ -190,11 +190,7 @@ class BlockStore:
             try:
                 for unit in (blocks[i] for i in sorted(evenly_spaced(len(blocks), num_resident))):
                     before = (unit, unit.store_buffer, unit.low_buffer)
-                    buffer, low = self._copy_to_device(unit.store_buffer), unit.low_buffer
-                    if low is not None and low_moves:
-                        low = self._copy_to_device(low)
-                    unit.assign_buffers(buffer, low, streamed=False, low_streamed=not low_moves)
-                    unit.bind_stored()
+                    self._move_to_device(unit, low_moves=low_moves)
                     moved.append(before)
                 self._make_buffers()
             except torch.OutOfMemoryError as error:
@@ -218,6 +214,15 @@ class BlockStore:
             if low_buffer is not None and not unit.low_streamed:
                 self.store.free(low_buffer)
         return num_resident
+
+    def _move_to_device(self, unit: Unit, *, low_moves: bool) -> None:
+        """Assigns the unit a device copy of its `store_buffer`, and of its `low_buffer` if `low_moves`. The old buffers
+        stay unchanged."""
+        buffer, low = self._copy_to_device(unit.store_buffer), unit.low_buffer
+        if low is not None and low_moves:
+            low = self._copy_to_device(low)
+        unit.assign_buffers(buffer, low, streamed=False, low_streamed=not low_moves)
+        unit.bind_stored()
 
     def _copy_to_device(self, buffer: torch.Tensor) -> torch.Tensor:
         copy = torch.empty_like(buffer, device=self.device)
