@@ -1,14 +1,18 @@
-"""Memory and speed of LoRA by AdamW over a frozen base with random weights, streamed and resident.
+"""Memory and speed of LoRA over a frozen base with random weights, streamed and resident, by AdamW and by ZO.
 
 python -m benchmarks.adapter_speed --list
 python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only 7b --total-s 200
 python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only 70b --total-s 500
+python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only 175b --total-s 330
 python -m benchmarks.adapter_speed --tiny --device cpu
 
-Weights are drawn and quantised on the GPU, one tensor at a time. A cap of GPU memory is enforced by PyTorch's
-allocator. All linear layers of the blocks have adapters of rank 16. The resident NF4 base has all blocks on the GPU and
-recomputes them in the backward pass as the streamed one does. `7b/bf16-peft` is plain PEFT in PyTorch with gradient
-checkpointing. `7b/nf4-bitsandbytes` is the same over a base of bitsandbytes, and is skipped where that is missing.
+Weights are drawn and quantised on the GPU, one tensor at a time. With 70B parameters and more, all blocks have the
+weights of the first one, so that the model loads in less time: `repeated` in the row. A cap of GPU memory is enforced
+by PyTorch's allocator. All linear layers of the blocks have adapters of rank 16. The resident NF4 base has all blocks
+on the GPU and recomputes them in the backward pass as the streamed one does. `7b/bf16-peft` is plain PEFT in PyTorch
+with gradient checkpointing. `7b/nf4-bitsandbytes` is the same over a base of bitsandbytes, and is skipped where that is
+missing.
+`link_busy` is the share of a step in which uploads occupy the link, at the rate that uploads have alone.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,27 +32,40 @@ from torch import nn
 
 from benchmarks import presets
 from benchmarks.training_case import TrainingCase
-from ds_zo.bench.measure import link_gbps, measure_steps, start_device
+from ds_zo.bench.measure import measure_steps, start_device, synchronize
 from ds_zo.bench.runner import WARM, Case, prepare_to_fork
 from ds_zo.bench.shapes import materialise
+from ds_zo.ops import PIECE_NUMEL, nf4
+from ds_zo.planner import plan
 from ds_zo.planner.models import DTYPES
+from ds_zo.planner.shapes import RANDOM
 from ds_zo.records.rows import Row
 from ds_zo.streaming.allocator import SETTING
+from ds_zo.streaming.blocks import find_blocks
+from ds_zo.streaming.loading import attach_source
 
-_WARM = (*WARM, "benchmarks.adapter_speed", "ds_zo.backends.adapter.backend")
+_WARM = (*WARM, "benchmarks.adapter_speed", "ds_zo.backends.adapter.backend", "ds_zo.backends.zo.backend")
 _TARGET = "benchmarks.adapter_speed:measure"
 _LR = 1e-4
+_OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
+    "adapter": ("AdamW", {"lr": _LR}),
+    "zo": ("ZO", {"lr": 1e-7, "zo_eps": 1e-3}),
+}
+_NUM_TIMED_UPLOADS = 8
 
 
 @dataclass(frozen=True)
 class AdapterCase(TrainingCase):
-    """Methods: `adapter` is ours, `peft` is PyTorch with gradient checkpointing, `bitsandbytes` the same in NF4."""
+    """Methods: `adapter` (AdamW) and `zo` are ours, `peft` is PyTorch with gradient checkpointing, `bitsandbytes` the
+    same in NF4."""
 
     batch: int = 4
     length: int = 1024
     rank: int = 16
     warmup: int = 3
     steps: int = 8
+    repeated: bool = False
+    """Whether all blocks have the weights of the first one, which are drawn and quantised once."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +91,11 @@ CASES = {
     "7b/bf16-peft": _Planned(AdapterCase("llama-7b", "peft"), 40, 5),
     "7b/nf4-bitsandbytes": _Planned(AdapterCase("llama-7b", "bitsandbytes"), 60, 5),
     "70b/nf4-16gb": _Planned(
-        AdapterCase("llama-70b", "adapter", stream=_stream(device_memory_gb=15), cap_gb=16, warmup=3, steps=6), 170, 46
+        AdapterCase(
+            "llama-70b", "adapter", stream=_stream(device_memory_gb=15), cap_gb=16, warmup=3, steps=6, repeated=True
+        ),
+        140,
+        46,
     ),
     "70b/nf4-10gb-inputs": _Planned(
         AdapterCase(
@@ -83,9 +105,25 @@ CASES = {
             cap_gb=10,
             warmup=3,
             steps=5,
+            repeated=True,
         ),
-        170,
+        140,
         52,
+    ),
+    "175b/nf4-zo-24gb": _Planned(
+        AdapterCase(
+            "opt-175b",
+            "zo",
+            batch=1,
+            length=2048,
+            stream=_stream(device_memory_gb=23.5),
+            cap_gb=24,
+            warmup=3,
+            steps=17,
+            repeated=True,
+        ),
+        180,
+        110,
     ),
 }
 """By name. Expected seconds are for an H200 with 16 cores; nothing has been measured before."""
@@ -99,7 +137,8 @@ def cases_of(*, device: str = "cuda", tiny: bool = False) -> list[Case]:
         if tiny:
             stream = planned.case.stream
             without_limit = {k: v for k, v in (stream or {}).items() if k != "device_memory_gb"}
-            settings |= {"overrides": presets.TINY, "batch": 2, "length": 8, "warmup": 2, "steps": 2, "cap_gb": None}
+            shape = f"{planned.case.shape.partition('-')[0]}-tiny"
+            settings |= {"shape": shape, "batch": 2, "length": 8, "warmup": 2, "steps": 2, "cap_gb": None}
             settings |= {"stream": without_limit} if stream is not None else {}
         found.append(
             Case(
@@ -121,11 +160,10 @@ def measure(**settings: Any) -> Row:
     if case.method == "bitsandbytes" and importlib.util.find_spec("bitsandbytes") is None:
         return {"fits": False, "why": "bitsandbytes is not installed"}
     device = start_device(case.device, cap_gb=case.cap_gb)
-    link = link_gbps(device) if device.type == "cuda" and case.cap_gb is None else {}
     start = time.perf_counter()
     model: Any = case.lazy_model(device)
     config = model.config
-    make = {"adapter": _engine, "peft": _plain, "bitsandbytes": _bitsandbytes}[case.method]
+    make = {"adapter": _engine, "zo": _engine, "peft": _plain, "bitsandbytes": _bitsandbytes}[case.method]
     step, store = make(case, model, device)
     load_s = time.perf_counter() - start
     generator = torch.Generator().manual_seed(0)
@@ -151,7 +189,8 @@ def measure(**settings: Any) -> Row:
         "load_s": load_s,
         "first_step_s": first_step_s,
         "first_loss": first_loss,
-        "link_gbps": link,
+        "finite": all(map(math.isfinite, [first_loss, *row["losses"]])),
+        "repeated": case.repeated,
     }
     if store is not None:
         blocks = store.placement.blocks
@@ -159,35 +198,70 @@ def measure(**settings: Any) -> Row:
         row["blocks"] = len(blocks)
         row["store_gb"] = store.store.nbytes / 1e9
         row["pinned_gb"] = store.store.pinned_nbytes / 1e9
-        row["inputs_gb"] = 0.0 if store.host_inputs is None else store.host_inputs.nbytes / 1e9
+        host_inputs = getattr(store, "host_inputs", None)
+        row["inputs_gb"] = 0.0 if host_inputs is None else host_inputs.nbytes / 1e9
         row["up_gb_a_step"] = (store.runtime.bytes_up - up_before) / case.steps / 1e9
-        if link:
-            row["link_busy"] = row["up_gb_a_step"] / link["up"] / row["step_s"]
+        row["up_gbps"] = _up_gbps(store, device)
+        if row["up_gbps"] is not None:
+            row["link_busy"] = row["up_gb_a_step"] / row["up_gbps"] / row["step_s"]
+        row |= _planned(case)
     return row
+
+
+def _up_gbps(store: Any, device: torch.device) -> float | None:
+    """GB/s of uploads of stored blocks into a slot, with nothing beside them. None without streamed blocks or a GPU."""
+    units = [unit for unit in store.placement.blocks if unit.streamed][:_NUM_TIMED_UPLOADS]
+    if device.type != "cuda" or not units:
+        return None
+    store.runtime.invalidate_slots()
+    slot = store.runtime.slots[0].buffer
+    synchronize(device)
+    start = time.perf_counter()
+    for unit in units:
+        slot[: unit.nbytes].copy_(unit.store_buffer, non_blocking=True)
+    synchronize(device)
+    return float(sum(unit.nbytes for unit in units)) / 1e9 / (time.perf_counter() - start)
+
+
+def _planned(case: AdapterCase) -> Row:
+    """The peaks and seconds that `ds-zo plan` states for the case, whose adapters have rank 16."""
+    settings: dict[str, Any] = {"batch": case.batch, "seq": case.length, "dtype": case.dtype}
+    settings |= {"device_memory_gb": case.cap_gb, "stream": dict(case.stream or {}), "offload": True}
+    found = plan(f"{RANDOM}{case.shape}", backends=[case.method], **settings)[case.method]
+    return {
+        "planned_device_gb": found.device_peak_nbytes / 1e9,
+        "planned_host_gb": found.host_peak_nbytes / 1e9,
+        "planned_step_s": found.step_s,
+    }
 
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _engine(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[Step, Any]:
-    """The backend `adapter`, and its block store."""
+    """The backend `adapter` or `zo`, and its block store."""
     import deepspeed
 
     import ds_zo  # noqa: F401
 
+    kept = _repeat_first_block(model) if case.repeated else {}
+    optimizer, params = _OPTIMIZERS[case.method]
     model = _with_lora(model, rank=case.rank, dtype=DTYPES[case.dtype], device=torch.device("cpu"))
     ds_config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": case.batch,
         "steps_per_print": 10**9,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": case.lr or _LR}},
+        "gradient_clipping": 1.0 if case.method == "adapter" else 0.0,
+        "optimizer": {"type": optimizer, "params": {**params, "lr": case.lr or params["lr"]}},
         "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}},
-        "ds_zo": {"backend": "adapter", "stream": dict(case.stream or {})},
+        "ds_zo": {"backend": case.method, "stream": dict(case.stream or {})},
     }
     if case.dtype != "fp32":
         ds_config[case.dtype] = {"enabled": True}
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=ds_config)[0]
     engine.train()
+    kept.clear()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
@@ -195,7 +269,29 @@ def _engine(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[
         engine.step()
         return loss.detach()
 
-    return step, engine.backend._base.block_store
+    return step, (engine.backend._base if case.method == "adapter" else engine.backend).block_store
+
+
+def _repeat_first_block(model: Any) -> dict[str, nf4.Quantised]:
+    """Makes the model's source return the first block's matrices, quantised to NF4, for those of all blocks. Returns
+    the dictionary in which it keeps them, on the GPU."""
+    draw, blocks = model._ds_zo_source, list(find_blocks(model))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    kept: dict[str, nf4.Quantised] = {}
+
+    def read(name: str) -> Any:
+        block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+        if block is None or len(shapes[name]) < 2:
+            return draw(name)
+        rest = name.removeprefix(block)
+        if rest not in kept:
+            pieces = [nf4.quantise(piece) for piece in draw(blocks[0] + rest).view(-1).split(PIECE_NUMEL)]
+            packed, absmax = (torch.cat(planes) for planes in zip(*pieces, strict=True))
+            kept[rest] = nf4.Quantised(packed, absmax, shapes[name])
+        return kept[rest]
+
+    attach_source(model, read)
+    return kept
 
 
 def _plain(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
@@ -218,14 +314,12 @@ def _bitsandbytes(case: AdapterCase, model: nn.Module, device: torch.device) -> 
         value = source(f"model.layers.{name}.weight").cpu()
         new.weight = bnb.nn.Params4bit(value, requires_grad=False, quant_type="nf4")
         setattr(owner, name.rpartition(".")[2], new.to(device))
-    whole = materialise(model, device)
+    whole: Any = materialise(model, device)
+    whole.is_loaded_in_4bit = True  # PEFT chooses its adapters for bitsandbytes by it
     return _loop(case, _with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device))
 
 
-def _loop(
-    case: AdapterCase,
-    model: Any,
-) -> tuple[Step, None]:
+def _loop(case: AdapterCase, model: Any) -> tuple[Step, None]:
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -251,14 +345,12 @@ def _with_lora(model: nn.Module, *, rank: int, dtype: torch.dtype, device: torch
     if _has_peft():
         from peft import LoraConfig, get_peft_model
 
-        names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        lora = LoraConfig(r=rank, lora_alpha=16, target_modules=names, task_type="CAUSAL_LM")
+        lora = LoraConfig(r=rank, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
         base: Any = model
         adapted: nn.Module = get_peft_model(base, lora, autocast_adapter_dtype=False)
         return adapted
     model.requires_grad_(False)
-    inner: Any = model.model
-    for m in (m for m in inner.layers.modules() if isinstance(m, nn.Linear)):
+    for m in (m for block in find_blocks(model).values() for m in block.modules() if isinstance(m, nn.Linear)):
         a = torch.empty(rank, m.in_features, dtype=dtype, device=device).normal_(0.0, m.in_features**-0.5)
         m.register_parameter("lora_A", nn.Parameter(a))
         zeros = torch.zeros(m.out_features, rank, dtype=dtype, device=device)
@@ -287,9 +379,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _show(row: Row) -> None:
     sizes = ("peak_gb", "peak_reserved_gb", "host_peak_gb", "store_gb", "inputs_gb")
-    moved = ("up_gb_a_step", "link_busy", "link_gbps", "blocks_streamed")
-    keys = ("case", "status", "tokens_per_s", "step_s", *sizes, *moved, "first_loss", "loss", "load_s", "wall_s")
-    shown = {key: row[key] for key in (*keys, "first_step_s", "adapters", "why", "error") if row.get(key) is not None}
+    moved = ("up_gb_a_step", "link_busy", "up_gbps", "blocks_streamed")
+    planned = ("planned_device_gb", "planned_host_gb", "planned_step_s")
+    times = ("load_s", "first_step_s", "wall_s")
+    keys = ("case", "status", "tokens_per_s", "step_s", *sizes, *moved, *planned, "first_loss", "loss", *times)
+    shown = {key: row[key] for key in (*keys, "finite", "adapters", "why", "error") if row.get(key) is not None}
     print(json.dumps(shown), flush=True)
 
 

@@ -393,6 +393,40 @@ eleven times as many parameters. LSP tries AdamW's. LOMO and AdaLOMO try the cho
 norm of LOMO's step, and AdaLOMO's step is relative to the weights. One epoch of 1,000 rows; ZO and MeZO 300 steps of
 eight."""
 
+_ADAPTER_BF16: Config = {
+    **_config("AdamW", clipping=1.0, params={"weight_decay": 0.0}),
+    **_BF16,
+    "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}},
+    "ds_zo": {"backend": "adapter"},
+}
+_ADAPTER_NF4: Config = {**_ADAPTER_BF16, "ds_zo": {"backend": "adapter", "stream": {"frozen_dtype": "nf4"}}}
+_LORA_RUN: dict[str, Any] = {
+    "lora_ranks": (16,),
+    "arguments": ("--lora-targets", "all-linear"),
+    **_FIRST_ORDER_RUN,
+}
+_ZO_LORA_RUN: dict[str, Any] = {**_ZO_RUN, "lrs": (3e-4, 1e-3, 3e-3), "lora_ranks": (8,)}
+
+
+def _zo_lora(**stream: Any) -> Config:
+    return {**_zo(bf16=True, **stream), "optimizer": {"type": "ZO", "params": {"zo_eps": 1e-2}}}
+
+
+NF4 = Grid(
+    {
+        "lora": Method(_ADAPTER_BF16, lrs=(1e-3,), **_LORA_RUN),
+        "lora-nf4": Method(_ADAPTER_NF4, lrs=(1e-3,), lr_of="lora", **_LORA_RUN),
+        "zo-lora": Method(_zo_lora(), **_ZO_LORA_RUN),
+        "zo-lora-nf4": Method(_zo_lora(frozen_dtype="nf4"), lr_of="zo-lora", **_ZO_LORA_RUN),
+    },
+    tasks=("sst2", "alpaca"),
+    seeds=(0, 1, 2),
+    arguments=ON_ONE_GPU,
+)
+"""Adapters over a base in NF4 beside adapters over the same base in bf16, with equal steps, seeds and rates: LoRA by
+AdamW (backend `adapter`), and LoRA by ZO. ZO chooses its rate over the bf16 base on SST-2 with seed 0
+(`--choose-rates --tasks sst2`)."""
+
 _ON_CODE: dict[str, Any] = {"steps": 150, "batch_size": 8, "eval_every": 150, "warmups": (0.05,)}
 
 QWEN_CODE = Grid(
@@ -473,6 +507,7 @@ GRIDS: dict[str, Grid] = {
     "lsp-rates": LSP_RATES,
     "qwen": QWEN,
     "qwen-code": QWEN_CODE,
+    "nf4": NF4,
     "smoke": SMOKE,
     "probe": PROBE,
 }

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from benchmarks.accuracy import at_chosen_rates, by_seed
 from benchmarks.accuracy import table as accuracy_table
+from benchmarks.adapter_pages import ADAPTER_BLOCKS
 from benchmarks.equal_score import seconds_to
 from benchmarks.grid_pages import GRID_BLOCKS
 from benchmarks.grids import read_grid
@@ -638,6 +639,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **GRID_BLOCKS,
     **PAPER_BLOCKS,
     **QWEN_BLOCKS,
+    **ADAPTER_BLOCKS,
 }
 """By the name in a page's marker: the function that makes the block's Markdown."""
 

@@ -29,6 +29,22 @@ def read_texts(path: Path, *, limit: int) -> list[str]:
     return ["\n".join(value for value in row.values() if isinstance(value, str) and value) for row in rows]
 
 
+@torch.no_grad()
+def mean_loss(model: Any, tokenizer: Any, texts: Sequence[str], *, length: int, batch: int) -> float:
+    """The mean loss of a token, of a model or an engine."""
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    total, num_tokens = 0.0, 0
+    for start in range(0, len(texts), batch):
+        chosen = list(texts[start : start + batch])
+        inputs = tokenizer(chosen, return_tensors="pt", padding=True, truncation=True, max_length=length)
+        inputs = inputs.to(model.device)
+        labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+        here = int((labels[:, 1:] != -100).sum())
+        total += float(model(**inputs, labels=labels).loss) * here
+        num_tokens += here
+    return total / num_tokens
+
+
 def loss_of(model: str, texts: Sequence[str], *, wire: str, length: int, batch: int) -> float:
     """Of a token, with the blocks stored as `wire` and nothing kept of what that drops."""
     import deepspeed
@@ -37,7 +53,6 @@ def loss_of(model: str, texts: Sequence[str], *, wire: str, length: int, batch: 
     import ds_zo  # noqa: F401
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch,
@@ -47,22 +62,9 @@ def loss_of(model: str, texts: Sequence[str], *, wire: str, length: int, batch: 
     }
     engine = deepspeed.initialize(model=module, config=config)[0]
     engine.eval()
-    total, num_tokens = 0.0, 0
-    with torch.no_grad():
-        for start in range(0, len(texts), batch):
-            inputs = tokenizer(
-                list(texts[start : start + batch]),
-                return_tensors="pt",
-                padding=True,
-                truncation=True,
-                max_length=length,
-            ).to(engine.device)
-            labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-            here = int((labels[:, 1:] != -100).sum())
-            total += float(engine(**inputs, labels=labels).loss) * here
-            num_tokens += here
+    loss = mean_loss(engine, tokenizer, texts, length=length, batch=batch)
     engine.destroy()
-    return total / num_tokens
+    return loss
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -110,12 +111,9 @@ def run_best(args: argparse.Namespace, *, folder: Path, run_id: str, device: str
             print(f"{name}: micro-batches of {size}", file=sys.stderr)
             return ran(_case_of(args, name, size, device=device, cap_gb=cap_gb), folder / "trials.jsonl")
 
-        best, rows = search(
-            sizes_of(args.batch, accumulates=ALL[whole.name].accumulates),
-            planned_gb=partial(planned_gb, args, whole.name, room_gb=room_gb),
-            room_gb=room_gb,
-            run=run,
-        )
+        sizes = sizes_of(args.batch, accumulates=ALL[whole.name].accumulates)
+        planned = _planned_by_size(args, whole.name, sizes, room_gb=room_gb)
+        best, rows = search(sizes, planned_gb=planned.__getitem__, room_gb=room_gb, run=run)
         append_row(out, best | {"tried": [_brief(row) for row in rows]})
 
 
@@ -135,6 +133,13 @@ def planned_gb(args: argparse.Namespace, name: str, size: int, *, room_gb: float
     )[method]
     starts_whole = args.start_uncapped and contender.backend is None
     return (found.device_nbytes if starts_whole else found.device_peak_nbytes) / 1e9
+
+
+def _planned_by_size(args: argparse.Namespace, name: str, sizes: Sequence[int], *, room_gb: float) -> dict[int, float]:
+    """`planned_gb` of each size, in a process of its own: a plan may initialise CUDA, and then no case could be forked
+    from this process."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return dict(zip(sizes, pool.map(partial(planned_gb, args, name, room_gb=room_gb), sizes), strict=True))
 
 
 def _case_of(args: argparse.Namespace, name: str, size: int, *, device: str, cap_gb: float | None) -> Case:

@@ -226,9 +226,13 @@ def _facts(running: str, *, starts_as_given: bool | None, parameters: int) -> Ro
 def _ageing(entrant: Contender, config: Row, engine: Any) -> Callable[[], int] | None:
     """Returns a function that gives the warm-up steps that the engine needs; None: no more than any method. ZO's steps
     cost more until every streamed block has been written back once, because past updates are replayed. The first step
-    of ZeRO-Offload touches host memory that later steps reuse, and at stage 3 records what they prefetch."""
+    of ZeRO-Offload touches host memory that later steps reuse, and at stage 3 records what they prefetch. LSP fits its
+    projectors in the first micro-batches, and tests them in the next."""
     if entrant.backend == "zo":
         return partial(_written_back_after, engine)
+    if entrant.backend == "lsp":
+        num_batches = engine.backend.settings.calibration_batches + 1
+        return lambda: -(-num_batches // config["gradient_accumulation_steps"]) + 1
     return (lambda: _FIRST_ONES) if "offload_optimizer" in config["zero_optimization"] else None
 
 

@@ -41,19 +41,22 @@ def measure_steps(
     device = torch.device(device)
     warmup_seconds: list[float] = []
     least = 0 if ages_after is None else _SETTLING_STEPS
-    while len(warmup_seconds) < -(-max(warmup, least) // period) * period:
-        if len(warmup_seconds) == _SETTLING_STEPS and ages_after is not None:
+    while True:
+        done = len(warmup_seconds)
+        if done == _SETTLING_STEPS and ages_after is not None:
             least = max(least, ages_after())
-        done, spent_s = len(warmup_seconds), sum(warmup_seconds)
+        if done >= -(-max(warmup, least) // period) * period:
+            break
         may_end = done >= max(least, _SETTLING_STEPS) and done % period == 0
-        if may_end and max_s is not None and spent_s > max_s / 2:
+        if may_end and max_s is not None and sum(warmup_seconds) > max_s / 2:
             break
         start = time.perf_counter()
         step()
         synchronize(device)
         warmup_seconds.append(time.perf_counter() - start)
     if max_s is not None and warmup_seconds:
-        steps = min(steps, max(_FEWEST_STEPS, int(max_s / statistics.median_low(warmup_seconds))))
+        typical_s = statistics.median_low(warmup_seconds[-max(_FEWEST_STEPS, period) :])
+        steps = min(steps, max(_FEWEST_STEPS, int(max_s / typical_s)))
     steps = max(period, steps - steps % period)
     reserved_before_gb = memory_peaks(device)["peak_reserved_gb"]
     returned: list[Any] = []

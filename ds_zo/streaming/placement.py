@@ -59,7 +59,7 @@ class Placement:
     @property
     def decodes_frozen(self) -> bool:
         """Whether blocks have frozen parameters that are stored in another format than their dtype."""
-        return any(part.frozen and not part.direct for unit in self.blocks for part in unit.parts)
+        return any(unit.decodes_frozen for unit in self.blocks)
 
     @property
     def numel(self) -> int:
@@ -77,9 +77,10 @@ def plan_units(
     outside_blocks: Collection[int] = (),
 ) -> Placement:
     """Divides the module's parameters into units. `wire` is the storage dtype of trainable parameters in blocks, and
-    `frozen_wire` that of frozen matrices there, or a function that returns it for each (None: each parameter's own
-    dtype). Parameters outside the blocks keep their dtype: they are never streamed. `outside_blocks`: ids of parameters
-    that are not stored with their block. The trainable parameters of a mostly frozen block never are."""
+    `frozen_wire` that of frozen base matrices there (`base_matrix_ids`), or a function that returns it for each
+    parameter (None: its own dtype). Parameters outside the blocks keep their dtype: they are never streamed.
+    `outside_blocks`: ids of parameters that are not stored with their block. The trainable parameters of a mostly
+    frozen block never are."""
     blocks = find_blocks(module, block_paths)
     hosts_of: dict[int, dict[int, str]] = {}
     for name, entry in blocks.items():
@@ -124,10 +125,14 @@ def plan_units(
             else:
                 in_block[name].append(placed)
 
+    narrow = {} if callable(frozen_wire) else dict.fromkeys(base_matrix_ids(module), frozen_wire)
+    frozen_wire_of = frozen_wire if callable(frozen_wire) else lambda p: narrow.get(id(p))
+
     def make(name: str, m: nn.Module, placed: list[PlacedParameter], index: int, *, is_block: bool) -> Unit:
-        parts = _parts(
-            placed, wire=wire if is_block else None, frozen_wire=frozen_wire if is_block else None, split=split
-        )
+        if is_block:
+            parts = _parts(placed, wire=wire, frozen_wire_of=frozen_wire_of, split=split)
+        else:
+            parts = _parts(placed, wire=None, frozen_wire_of=lambda p: None, split=split)
         return Unit(name, m, parts, index=index, is_block=is_block)
 
     block_units = [
@@ -181,8 +186,37 @@ def _still(p: nn.Parameter, owners: Sequence[nn.Module]) -> tuple[int, int]:
     return (0, 0) if row is None else (row * p.shape[-1], (row + 1) * p.shape[-1])
 
 
+def base_matrix_ids(module: nn.Module) -> set[int]:
+    """Ids of the parameters that quantised checkpoints hold in fewer bits: weights of linear layers, and stacks of such
+    weights, one for each expert. Adapters of PEFT, embeddings, convolutions and single parameters, such as Mamba's
+    `A_log`, are not among them, and keep their precision."""
+    found = set()
+    for m in module.modules():
+        is_linear = isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"  # GPT-2's linear layer in transformers
+        is_convolution = isinstance(m, nn.modules.conv._ConvNd)
+        for p in (p for p in m._parameters.values() if p is not None):
+            is_stack = p.dim() == 3 and min(p.shape) > 1 and not is_convolution
+            if (is_linear and p.dim() == 2) or is_stack:
+                found.add(id(p))
+    return found - adapter_ids(module)
+
+
+def adapter_ids(module: nn.Module) -> set[int]:
+    """Ids of the parameters of PEFT's layers, without those of the layers that they adapt or replace."""
+    found: set[int] = set()
+    for m in module.modules():
+        base = getattr(m, "base_layer", None) or getattr(m, "original_module", None)
+        if hasattr(m, "adapter_layer_names") and isinstance(base, nn.Module):
+            found |= {id(p) for p in m.parameters()} - {id(p) for p in base.parameters()}
+    return found
+
+
 def _parts(
-    placed: Sequence[PlacedParameter], *, wire: torch.dtype | None, frozen_wire: FrozenWire, split: bool
+    placed: Sequence[PlacedParameter],
+    *,
+    wire: torch.dtype | None,
+    frozen_wire_of: Callable[[nn.Parameter], torch.dtype | None],
+    split: bool,
 ) -> list[Part]:
     """One part for each dtype and storage dtype of trainable parameters, then of frozen ones. Frozen vectors, such as
     biases and the weights of normalisations, are stored unchanged."""
@@ -193,7 +227,7 @@ def _parts(
             storage = wire or dtype
         else:
             is_matrix = p.parameter.dim() >= 2 and dtype in (torch.float32, torch.bfloat16, torch.float16)
-            stored = frozen_wire(p.parameter) if callable(frozen_wire) else frozen_wire
+            stored = frozen_wire_of(p.parameter)
             storage = stored if stored is not None and is_matrix else dtype
         by_kind.setdefault((not p.trainable, dtype, storage), []).append(p)
     return [

@@ -243,6 +243,11 @@ class Unit:
         """Whether the stored bytes of all parameters can be viewed as their values."""
         return all(part.viewable for part in self.parts)
 
+    @property
+    def decodes_frozen(self) -> bool:
+        """Whether frozen parameters are stored in another format than their dtype."""
+        return any(part.frozen and not part.direct for part in self.parts)
+
     # The stored bytes
 
     @property

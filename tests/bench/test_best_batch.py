@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,18 @@ def test_planned_memory_grows_with_the_micro_batch_and_a_start_may_not_count() -
     assert small < large
     args.start_uncapped = False
     assert best_batch.planned_gb(args, "zero2-offload-bf16", 1) >= small
+
+
+def test_plans_are_made_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that initialised CUDA here would leave no process to fork cases from."""
+    monkeypatch.setattr(best_batch, "planned_gb", _process_id)
+    planned = best_batch._planned_by_size(argparse.Namespace(), "zo", [4, 2], room_gb=8.0)
+    assert planned.keys() == {4, 2}
+    assert os.getpid() not in planned.values()
+
+
+def _process_id(args: argparse.Namespace, name: str, size: int, *, room_gb: float) -> float:
+    return float(os.getpid())
 
 
 def test_the_best_trial_is_the_contenders_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.config import DeepSpeedConfig
 
+from ds_zo.backends.lsp.calibration import Calibration
 from ds_zo.bench.case_costs import expected_s
 from ds_zo.bench.contenders import ALL, DIFFERING, TIERS, chosen, config_of, shared_config
 from ds_zo.bench.entrant import EntrantSpec, _partitioned, run_contender
@@ -190,3 +191,21 @@ def test_a_copy_counts_where_nothing_computes_beside_it() -> None:
 
 def test_intervals_are_united() -> None:
     assert union_length([(0, 4), (1, 2), (3, 6), (8, 9)]) == 7
+
+
+@pytest.mark.usefixtures("single_process")
+def test_lsp_is_timed_after_its_projectors_are_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting: list[bool] = []
+    begin = Calibration.begin_backward
+
+    def begin_backward(self: Calibration, step: int, trained: Any) -> None:
+        begin(self, step, trained)
+        fitting.append(any(map(self.wants_gradient, trained)))
+
+    monkeypatch.setattr(Calibration, "begin_backward", begin_backward)
+    spec = EntrantSpec("random:llama-tiny", batch=2, length=8, steps=2, warmup=1, dtype="bf16", device="cpu", layers=1)
+    config = config_of(ALL["lsp"], shared_config(batch=2, dtype="bf16"))
+    config["optimizer"]["params"]["subspace_dim"] = 8
+    row = run_contender(contender="lsp", config=config, spec=asdict(spec))
+    num_warmup = len(row["warmup_seconds"])
+    assert any(fitting[:num_warmup]) and not any(fitting[num_warmup:])

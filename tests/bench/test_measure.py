@@ -40,6 +40,11 @@ def test_slow_steps_are_fewer_and_so_is_their_warm_up() -> None:
     pauses = iter([0.3])
     row = measure_steps(lambda: time.sleep(next(pauses, 0.01)), warmup=5, steps=8, device="cpu", max_s=0.2)
     assert (len(row["warmup_seconds"]), len(row["seconds"])) == (2, 8), "compiling says nothing of the steps to come"
+    fits = iter([0.1, 0.1, 0.1])
+    row = measure_steps(
+        lambda: time.sleep(next(fits, 0.01)), warmup=2, steps=8, device="cpu", max_s=0.2, ages_after=lambda: 5
+    )
+    assert (len(row["warmup_seconds"]), len(row["seconds"])) == (5, 8), "nor do the steps in which LSP fits projectors"
 
 
 def test_steps_that_differ_in_turns_are_timed_in_whole_turns() -> None:

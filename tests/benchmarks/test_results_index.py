@@ -6,6 +6,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+from benchmarks.adapter_pages import SPEED, TRAINING
 from benchmarks.grids import read_grid
 from benchmarks.qwen_pages import CODE, QWEN
 from benchmarks.recipes import OWN_ROWS
@@ -14,7 +15,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 INDEX = (RESULTS / "README.md").read_text(encoding="utf-8")
 WRITTEN_ON_A_GPU = {
     *(OWN_ROWS, "gpu_support.jsonl", "h200_zo_full.jsonl", "h200_lsp_figure5.jsonl"),
-    *("h200_lsp_equal_time.jsonl", "h200_lora_lomo_rates.jsonl", QWEN, CODE),
+    *("h200_lsp_equal_time.jsonl", "h200_lora_lomo_rates.jsonl", QWEN, CODE, SPEED, TRAINING),
 }
 """Files that the index may name before a GPU has made them."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ds_zo import ops
 from ds_zo.ops import nf4
@@ -233,3 +234,23 @@ def test_settling_keeps_every_value_and_frees_the_originals() -> None:
         assert torch.equal(p.data, before[name])
         home = next(u.store_buffer for u in placement.units for q in u.placed if q.parameter is p)
         assert 0 <= p.data_ptr() - home.data_ptr() < home.numel()
+
+
+def test_only_weights_that_checkpoints_quantise_are_stored_in_fewer_bits() -> None:
+    """Linear layers, GPT-2's too, and stacks of experts; no embedding, convolution or single parameter."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.positions, self.mixed = nn.Linear(64, 64), nn.Embedding(4, 64), nn.Conv1d(8, 8, 4)
+            self.as_in_gpt2 = Conv1D(64, 64)
+            self.A_log, self.decay = nn.Parameter(torch.ones(64, 16)), nn.Parameter(torch.ones(1, 1, 64))
+            self.experts = nn.Parameter(torch.ones(4, 64, 64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:  # else its submodules would be the blocks
+            return x
+
+    model = nn.ModuleDict({"b": nn.ModuleList([Block(), Block()])}).requires_grad_(False)
+    units = plan_units(model, [], block_paths="b", frozen_wire=nf4.NF4.dtype).blocks
+    narrow = {placed.name for unit in units for part in unit.parts if not part.direct for placed in part.placed}
+    assert narrow == {f"b.{i}.{name}" for i in (0, 1) for name in ("linear.weight", "as_in_gpt2.weight", "experts")}

@@ -214,7 +214,7 @@ class AdapterBackend(Backend):
             self.optimizer.load_state_dict(optimizer)
 
     def frozen_unread(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._base is None else self._base.state.encoded_unread()
+        return nullcontext() if self._base is None else self._base.state.frozen_undecoded()
 
     def stored(self) -> dict[str, torch.Tensor]:
         return super().stored() if self._base is None else self._base.state.stored()

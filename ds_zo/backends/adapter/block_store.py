@@ -8,24 +8,22 @@ is decoded into one scratch buffer, which all blocks share, each time that it is
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ds_zo.backends.adapter.activations import HostInputs
-from ds_zo.backends.common.plain_copies import StandIn
 from ds_zo.backends.common.startup import StartupSummary, nonzero
 from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.planner.choices import WIRE
 from ds_zo.records.environment import host_free_bytes
 from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, has_source, put_back, shipped_wire
-from ds_zo.streaming.placement import plan_units
+from ds_zo.streaming.placement import adapter_ids, plan_units
 from ds_zo.streaming.runtime import Slot
 from ds_zo.streaming.units import PlacedParameter, Unit
 
@@ -143,34 +141,7 @@ class FrozenModuleState(RecomputedModuleState):
         """Returns the float32 master of a trained parameter. None: it has none."""
         self.num_writes = 0
         """Number of weights that were written by name so far."""
-        self._reads_encoded = True
-        """False: `state_dict` has placeholders without memory for encoded weights."""
         super().__init__(block_store, module)
-        self._save: StandIn | None = None
-        if hasattr(module, "peft_config") and hasattr(module, "save_pretrained"):
-            save: Callable[..., Any] = module.save_pretrained  # type: ignore[assignment]
-            self._save = StandIn(partial(self._save_adapters, save), save)
-            object.__setattr__(module, "save_pretrained", self._save)
-
-    @contextmanager
-    def encoded_unread(self) -> Iterator[None]:
-        """Context in which `state_dict` decodes no weights."""
-        self._reads_encoded, before = False, self._reads_encoded
-        try:
-            yield
-        finally:
-            self._reads_encoded = before
-
-    def _save_adapters(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replaces PEFT's `save_pretrained`, which takes the adapters out of a `state_dict` of the whole model."""
-        with self.encoded_unread():
-            return save(*args, **kwargs)
-
-    def _read_into(self, state_dict: Mapping[str, Any], p: nn.Parameter) -> torch.Tensor:
-        unit, _ = self._placement_of[id(p)]
-        if not self._reads_encoded and FrozenBlockStore.is_encoded(unit):
-            return torch.zeros((), dtype=p.dtype).expand(p.shape)
-        return super()._read_into(state_dict, p)
 
     @torch.no_grad()
     def refresh(self, parameter: nn.Parameter) -> None:
@@ -227,8 +198,6 @@ class FrozenModuleState(RecomputedModuleState):
             self.stop_intercepting()
             self.release_all(rebind=True)
             self._return_encoded()
-        if self._save is not None and self._module.__dict__.get("save_pretrained") is self._save:
-            object.__delattr__(self._module, "save_pretrained")
         super().close()
 
     @torch.no_grad()
@@ -265,13 +234,3 @@ def resident_ids(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> s
     trained or not."""
     trained = {id(p) for group in param_groups for p in group["params"] if p.requires_grad}
     return trained | adapter_ids(module)
-
-
-def adapter_ids(module: nn.Module) -> set[int]:
-    """Ids of the parameters of PEFT's layers, without those of the layers that they adapt."""
-    found: set[int] = set()
-    for m in module.modules():
-        base = getattr(m, "base_layer", None)
-        if hasattr(m, "adapter_layer_names") and isinstance(base, nn.Module):
-            found |= {id(p) for p in m.parameters()} - {id(p) for p in base.parameters()}
-    return found

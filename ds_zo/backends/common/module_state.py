@@ -49,6 +49,13 @@ class ModuleState(ABC):
         self._marks_of_copies: dict[int, tuple[int, int]] = {}
         """Version and address of each gathered copy when it was made or last stored, by the parameter's id."""
         self._has_warned_of_copies = False
+        self._decodes_frozen = True
+        """False: `state_dict` has placeholders without memory for the frozen weights of units that decode some."""
+        self._save: StandIn | None = None
+        if hasattr(module, "peft_config") and hasattr(module, "save_pretrained"):
+            save: Callable[..., Any] = module.save_pretrained  # type: ignore[assignment]
+            self._save = StandIn(partial(self._save_adapters, save), save)
+            object.__setattr__(module, "save_pretrained", self._save)
         self._handles = []
         for m in module.modules():
             if any(p is not None and id(p) in self._placement_of for p in m._parameters.values()):
@@ -189,6 +196,8 @@ class ModuleState(ABC):
             handle.remove()
         if self._apply is not None and self._module.__dict__.get("_apply") is self._apply:
             object.__delattr__(self._module, "_apply")
+        if self._save is not None and self._module.__dict__.get("save_pretrained") is self._save:
+            object.__delattr__(self._module, "save_pretrained")
         for _, placed in self._placement_of.values():
             self._detach_accessors(placed.parameter)
 
@@ -207,9 +216,26 @@ class ModuleState(ABC):
             if self._placement_of[id(p)][0].is_intercepted:
                 intercept([p])
 
+    @contextmanager
+    def frozen_undecoded(self) -> Iterator[None]:
+        """Context in which `state_dict` decodes no frozen weights, because the caller drops them."""
+        self._decodes_frozen, before = False, self._decodes_frozen
+        try:
+            yield
+        finally:
+            self._decodes_frozen = before
+
+    def _save_adapters(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replaces PEFT's `save_pretrained`, which takes the adapters out of a `state_dict` of the whole model."""
+        with self.frozen_undecoded():
+            return save(*args, **kwargs)
+
     def _read_into(self, state_dict: Mapping[str, Any], p: nn.Parameter) -> torch.Tensor:
         """Reads a weight for `state_dict`. A tied weight is the same tensor under all its names, as in any
         `state_dict`."""
+        unit, placed = self._placement_of[id(p)]
+        if not self._decodes_frozen and unit.decodes_frozen and not placed.trainable:
+            return torch.zeros((), dtype=p.dtype).expand(p.shape)
         if id(p) not in self._tied:
             return self.read(p)
         before = self._tied[id(p)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -249,6 +249,9 @@ class ZOBackend(Backend):
             self.recorder.end_log(self.block_store.log.length)
 
     # Saving, loading, describing
+
+    def frozen_unread(self) -> AbstractContextManager[None]:
+        return self.state.frozen_undecoded()
 
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
         self.block_store.must_choose_interval = False  # the checkpoint holds the interval

@@ -34,7 +34,7 @@ from ds_zo.streaming.block_store import BlockStore
 from ds_zo.streaming.budget import fits, peak_nbytes, reset_peak_memory, usable_nbytes
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, shipped_wire
-from ds_zo.streaming.placement import Placement, plan_units
+from ds_zo.streaming.placement import Placement, adapter_ids, plan_units
 from ds_zo.streaming.units import Unit
 
 _STREAMED_INTERVAL = {"wire": 8, "split": 16}
@@ -72,6 +72,7 @@ class ZOBlockStore(BlockStore):
             wire=WIRE[stream.wire_dtype],
             frozen_wire=shipped_wire(module, frozen_dtype) if ships and config.stream else WIRE[frozen_dtype],
             split=stream.master == "split",
+            outside_blocks={id(p) for p in module.parameters() if not p.requires_grad} & adapter_ids(module),
         )
         _check_dtypes(placement)
         if frozen_dtype != "auto" and not placement.decodes_frozen:

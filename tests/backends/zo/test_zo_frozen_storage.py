@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from decoded_values import with_decoded_base
+from safetensors.torch import load_file
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from zo_runs import assert_equal, engine_for, train, weights, zo_json
@@ -104,3 +105,38 @@ def test_a_stored_parameter_that_is_asked_to_train_is_refused() -> None:
 def test_a_model_without_frozen_matrices_is_refused() -> None:
     with pytest.raises(ConfigError, match="got nf4 and a model that trains all of them: freeze the base model"):
         engine_for(tiny_model("llama"), zo_json(frozen_dtype="nf4"))
+
+
+def test_a_frozen_second_adapter_keeps_its_precision() -> None:
+    """Its values pass through NF4 unchanged only if they are not stored in it."""
+    model = lora()
+    model.add_adapter("reference", peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.set_adapter("default")
+    before = {n: p.detach().clone() for n, p in model.named_parameters() if "reference" in n}
+    engine = engine_for(model, zo_json(**BF16, frozen_dtype="nf4"))
+    train(engine, BATCHES[:1])
+    assert before and all(".lora_" in name for name in before)
+    found = engine.module.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in before.items())
+
+
+def test_saving_adapters_decodes_no_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both adapters are saved with their values, and no block is decoded for it, nor for a state dict without frozen
+    weights."""
+    model = lora()
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.set_adapter("default")
+    engine = engine_for(model, zo_json(**BF16, frozen_dtype="nf4"))
+    train(engine, BATCHES[:1])
+    whole = weights(engine.module)
+    dequantise, decoded = ops.dequantise_nf4_, []
+    monkeypatch.setattr(ops, "dequantise_nf4_", lambda *planes: (decoded.append(None), dequantise(*planes)))
+    engine.module.save_pretrained(str(tmp_path))
+    trained = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert decoded == []
+    assert_equal(trained, {name: whole[name] for name in trained})
+    for name, folder in (("default", tmp_path), ("second", tmp_path / "second")):
+        saved = load_file(folder / "adapter_model.safetensors")
+        assert saved and all(torch.equal(v, whole[k.replace(".weight", f".{name}.weight")]) for k, v in saved.items())
+    engine.destroy()
+    assert "save_pretrained" not in model.__dict__
