@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,10 +14,10 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.config import Resolved
+from ds_zo.logs import show
 from ds_zo.streaming.allocator import AllocatorRetryCheck
-from ds_zo.streaming.budget import Needed, check_fits, release_cached_memory
+from ds_zo.streaming.budget import Needed, check_fits, release_cached_memory, residents_after_a_step
 from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
-from ds_zo.streaming.filling import DeviceBuffers, fill_device
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
 from ds_zo.streaming.node import Node, RankPartition
@@ -25,7 +25,6 @@ from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, pl
 from ds_zo.streaming.runtime import BeforeOverwrite, Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
-from ds_zo.streaming.sharing import share_store
 from ds_zo.streaming.units import Unit
 
 
@@ -70,8 +69,13 @@ class BlockStore:
                     "model on its device: name the list (ds_zo.stream.blocks)"
                 )
         elif num_ranks > 1 and config.zero_stage == 3 and config.stream and num_resident < len(placement.blocks):
-            self.shared = share_store(
-                placement, num_resident=num_resident, process_group=process_group, device=device, pin=config.pin_memory
+            sizes = [n for u in placement.blocks if id(u) not in resident_ids for n in (u.nbytes, u.low_nbytes)]
+            self.shared = SharedStore.of_machine(
+                sizes,
+                num_units=len(placement.blocks),
+                process_group=process_group,
+                device=device,
+                pin=config.pin_memory,
             )
         if config.stream or config.shards_device:
             at_first = needed(num_resident)
@@ -141,23 +145,92 @@ class BlockStore:
         self.runtime.free_buffers()
 
     def fill_device(self) -> None:
-        """Called after each step. After the first one it makes blocks resident on the device, as many as fit into the
-        budget beside that step's memory. Resident blocks are not streamed."""
+        """Called after each step. After the first one, whose activations show how much memory is left, it makes blocks
+        resident on the device, as many as fit into the budget beside a step. Resident blocks are not streamed.
+        Collective for a shared store."""
         self._retry_check.check()
         if not self.may_fill_device:
             return
         self.may_fill_device = False
         self.wait()
-        filled = fill_device(
-            self.placement,
-            store=self.store,
-            device=self.device,
-            budget_gb=self._stream.device_memory_gb,
-            needed=self._needed,
-            buffers=DeviceBuffers(self._free_buffers, self._make_buffers),
+        num_blocks = len(self.placement.blocks)
+        wanted, figures = residents_after_a_step(
+            self.placement, device=self.device, budget_gb=self._stream.device_memory_gb, needed=self._needed
         )
-        if filled:
-            self._retry_check.start()
+        wanted = self._smallest(wanted)
+        if wanted <= 0:
+            if num_blocks:
+                show(f"ds_zo: all {num_blocks} blocks stay streamed: none fits on the device beside a step ({figures})")
+            return
+        num_resident = self._make_resident(wanted)
+        if num_resident < wanted:
+            logger.warning(
+                f"ds_zo: the device ran out of memory when {wanted} of {num_blocks} blocks were moved there "
+                f"({figures}): {num_resident} blocks are resident and training continues; another process may use this "
+                "device; lower ds_zo.stream.device_memory_gb, or set ds_zo.stream.resident_blocks"
+            )
+        else:
+            show(f"ds_zo: {num_resident} of {num_blocks} blocks stay on the device from now on ({figures})")
+        self._retry_check.start()
+
+    def _smallest(self, number: int) -> int:
+        """The smallest number of the ranks that share a host store."""
+        return number if self.shared is None else self.shared.node.smallest(number)
+
+    def _make_resident(self, num_resident: int) -> int:
+        """Moves `num_resident` blocks to the device, or fewer if memory runs out; returns how many were moved. Frees
+        the blocks' host memory only after everything is allocated, so that blocks can return to it."""
+        blocks = self.placement.blocks
+        while True:
+            self._free_buffers()
+            torch.cuda.empty_cache()  # so that resident blocks are not put into cached segments that activations used
+            moved: list[tuple[Unit, torch.Tensor, torch.Tensor | None]] = []
+            low_moves = num_resident == len(blocks) or self.shared is not None
+            reached = num_resident
+            try:
+                for unit in (blocks[i] for i in sorted(evenly_spaced(len(blocks), num_resident))):
+                    before = (unit, unit.store_buffer, unit.low_buffer)
+                    self._move_to_device(unit, low_moves=low_moves)
+                    moved.append(before)
+                self._make_buffers()
+            except torch.OutOfMemoryError as error:
+                if not num_resident:
+                    raise RuntimeError(
+                        "ds_zo: the device has no memory left for the buffers of streamed blocks, which it held in the "
+                        "first step: another process uses its memory; start again from the last checkpoint with a "
+                        "smaller budget (ds_zo.stream.device_memory_gb)"
+                    ) from error
+                reached = min(len(moved), num_resident - max(1, num_resident // 8))
+            if reached < num_resident:  # outside the except clause: the error's traceback keeps device tensors alive
+                _put_back(moved)
+                self._free_buffers()
+            agreed = self._smallest(reached)
+            if agreed == num_resident:
+                break
+            _put_back(moved)
+            num_resident = agreed
+        for unit, buffer, low_buffer in moved:
+            self.store.free(buffer)
+            if low_buffer is not None and not unit.low_streamed:
+                self.store.free(low_buffer)
+        return num_resident
+
+    def _move_to_device(self, unit: Unit, *, low_moves: bool) -> None:
+        """Assigns the unit a device copy of its `store_buffer`, and of its `low_buffer` if `low_moves`. The old buffers
+        stay unchanged."""
+        buffer, low = self._copy_to_device(unit.store_buffer), unit.low_buffer
+        if low is not None and low_moves:
+            low = self._copy_to_device(low)
+        unit.assign_buffers(buffer, low, streamed=False, low_streamed=not low_moves)
+        unit.bind_stored()
+
+    def _copy_to_device(self, buffer: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty_like(buffer, device=self.device)
+        if self.shared is None:
+            copy.copy_(buffer)
+        else:
+            self.shared.copy_whole(copy, buffer)
+        return copy
 
     # Stored bytes
 
@@ -181,3 +254,10 @@ class BlockStore:
         shared.node.barrier()
         yield lambda unit: not unit.streamed or shared.writes(numbers[id(unit)])
         shared.node.barrier()
+
+
+def _put_back(moved: Sequence[tuple[Unit, torch.Tensor, torch.Tensor | None]]) -> None:
+    """Assigns the units their host buffers again."""
+    for unit, buffer, low_buffer in moved:
+        unit.assign_buffers(buffer, low_buffer, streamed=True, low_streamed=True)
+        unit.bind_stored()

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ds_zo.streaming.node import Node, RankPartition, explain_lost_rank
+from ds_zo.streaming.node import Node, explain_lost_rank
+from ds_zo.streaming.runtime import Slot
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import RanksStore
-from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import PlacedParameter, Unit
 
 
@@ -36,21 +36,6 @@ class ParameterShard:
 
     def view(self, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return piece[self.at : self.at + self.numel * dtype.itemsize].view(dtype)
-
-
-def segments_of(unit: Unit, partition: RankPartition) -> dict[int, list[ParameterShard]]:
-    """The shards of each of the unit's parameters, in rank order, by the parameter's id."""
-    length = partition.piece_nbytes(unit.nbytes)
-    found: dict[int, list[ParameterShard]] = {}
-    for placed, begin, end in unit.spans():
-        itemsize = placed.parameter.element_size()
-        mine = found.setdefault(id(placed.parameter), [])
-        for rank in range(begin // length, -(-end // length)):
-            first, last = max(begin, rank * length), min(end, (rank + 1) * length)
-            mine.append(
-                ParameterShard(rank, (first - begin) // itemsize, (last - first) // itemsize, first - rank * length)
-            )
-    return found
 
 
 class DeviceShards(RanksStore):
@@ -72,7 +57,18 @@ class DeviceShards(RanksStore):
         return buffer
 
     def segments(self, unit: Unit) -> dict[int, list[ParameterShard]]:
-        return segments_of(unit, self.partition)
+        """The shards of each of the unit's parameters, in rank order, by the parameter's id."""
+        length = self.partition.piece_nbytes(unit.nbytes)
+        found: dict[int, list[ParameterShard]] = {}
+        for placed, begin, end in unit.spans():
+            itemsize = placed.parameter.element_size()
+            mine = found.setdefault(id(placed.parameter), [])
+            for rank in range(begin // length, -(-end // length)):
+                first, last = max(begin, rank * length), min(end, (rank + 1) * length)
+                mine.append(
+                    ParameterShard(rank, (first - begin) // itemsize, (last - first) // itemsize, first - rank * length)
+                )
+        return found
 
     def write(self, unit: Unit, placed: PlacedParameter, value: torch.Tensor) -> None:
         """Stores this rank's part of a parameter's new value. Every rank calls it with the whole value."""

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -67,49 +67,37 @@ class UploadEvent(DeferredRecord, torch.cuda.Event):
     """The event `filled` of a slot."""
 
 
-class DeviceSide(Protocol):
-    """The calls of a ring that go to the device."""
+class DeviceSide:
+    """The calls of a ring that go to the device, on a stream of its own."""
 
-    def now(self) -> Any:
-        """An event after the work that the caller's current stream has now."""
-
-    def wait(self, event: Any) -> None:
-        """Makes the ring's stream wait for `event`."""
-
-    def send(self, target: torch.Tensor, staged: torch.Tensor) -> Any:
-        """Issues a copy on the ring's stream, and returns an event after it."""
-
-    def record(self, event: Any) -> None:
-        """Records `event` on the ring's stream."""
-
-    def synchronize(self) -> None:
-        """Blocks until the ring's stream is idle."""
-
-
-class CudaSide:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def now(self) -> torch.cuda.Event:
+    def now(self) -> Any:
+        """An event after the work that the caller's current stream has now."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: Any) -> None:
+        """Makes the ring's stream wait for `event`."""
         self._stream.wait_event(event)
 
-    def send(self, target: torch.Tensor, staged: torch.Tensor) -> torch.cuda.Event:
+    def send(self, target: torch.Tensor, staged: torch.Tensor) -> Any:
+        """Issues a copy on the ring's stream, and returns an event after it."""
         with torch.cuda.stream(self._stream):
             target.copy_(staged, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
         return event
 
-    def record(self, event: UploadEvent) -> None:
+    def record(self, event: Any) -> None:
+        """Records `event` on the ring's stream."""
         event.record_now(self._stream)
 
     def synchronize(self) -> None:
+        """Blocks until the ring's stream is idle."""
         self._stream.synchronize()
 
 
@@ -215,7 +203,7 @@ def make_ring(
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     num_copiers = num_copiers or max(1, min(_MOST_COPIERS, cores // 2))
-    return PinnedRing(memory.split(slice_nbytes), CudaSide(device), num_copiers=num_copiers)
+    return PinnedRing(memory.split(slice_nbytes), DeviceSide(device), num_copiers=num_copiers)
 
 
 _ring_of: dict[int, PinnedRing] = {}

@@ -63,7 +63,7 @@ class Placement:
 
     @property
     def numel(self) -> int:
-        return sum(placed.numel for unit in self.units for placed in unit.placed)
+        return sum(unit.numel for unit in self.units)
 
 
 def plan_units(

@@ -2,21 +2,26 @@
 
 The compute stream is the caller's current stream. Events named for the transfer that they guard order the streams. The
 methods of a pass never block the host. On a CPU device the same code runs in issue order.
+
+[Note: low planes are uploaded ahead] A fold applies a unit's pending updates to its stored weights. It needs the unit's
+low plane, whether the unit is streamed or resident. Low planes are uploaded in the order of the folds, each as soon as
+a low slot is free. A low slot becomes free when the fold before has used it. So a low plane may be uploaded up to a
+whole fold interval of blocks before its fold. Low planes have an upload stream of their own: an upload of a block may
+wait for its slot, and would hold up the low plane that the compute stream needs first.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
-from ds_zo.streaming.low_slots import LowSlots
-from ds_zo.streaming.pinned_ring import upload_
-from ds_zo.streaming.schedule import Action, Kind, sweep
-from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.pinned_ring import UploadEvent, upload_
+from ds_zo.streaming.raw_buffer import RawBuffer
+from ds_zo.streaming.schedule import NUM_PIECES, Action, Kind, sweep
 from ds_zo.streaming.units import Unit
 
 WantsLow = Callable[[Unit], bool]
@@ -28,6 +33,158 @@ class BeforeOverwrite(Protocol):
     assign the unit other buffers."""
 
     def __call__(self, unit: Unit, *, weights: bool, low: bool) -> None: ...
+
+
+class Slot:
+    """One buffer on the device and its events: `filled` when its upload is done, `drained` when the last kernel has
+    used it, `saved[i]` when piece i of its download is done. Events are None without CUDA."""
+
+    def __init__(self, nbytes: int, device: torch.device, *, reuse: bool = True) -> None:
+        self.device = device
+        self._nbytes = nbytes
+        self._reuse = reuse
+        self._raw: RawBuffer | None = None
+        self.buffer = torch.empty(nbytes if reuse else 0, dtype=torch.uint8, device=device)
+        cuda = device.type == "cuda"
+        self.filled: UploadEvent | None = UploadEvent() if cuda else None
+        self.drained: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
+        self.saved: list[torch.cuda.Event | None] = [torch.cuda.Event() if cuda else None for _ in range(NUM_PIECES)]
+        if self.drained is not None:  # kernels on this stream may still use this memory
+            self.drained.record(torch.cuda.current_stream(device))
+        self.is_saving = False
+        """Whether a download of the slot may be under way that no upload has waited for. An upload of a smaller unit
+        does not wait for the last pieces."""
+        self.unit: Unit | None = None
+        """The unit whose bytes the slot holds, or will hold once its upload is done. None: no valid contents."""
+        self._version = -1
+        """Number of updates that the bytes include; -1 while unknown."""
+        self.in_use = False
+        """Of a low slot: kernels of a unit's current use read and change it."""
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the slot holds, or will hold once its upload is done, the stored bytes of its unit. It does not once
+        updates have been applied in the slot and are not sent back."""
+        return self.unit is not None and self._version == self.unit.version
+
+    def pieces(self, nbytes: int) -> Iterator[tuple[slice, torch.cuda.Event | None]]:
+        """The pieces that cover the first `nbytes`, and the events of their downloads. Piece boundaries do not depend
+        on the unit."""
+        length = -(-self._nbytes // NUM_PIECES)
+        for i, saved in enumerate(self.saved):
+            if i * length < nbytes:
+                yield slice(i * length, min((i + 1) * length, nbytes)), saved
+
+    def take(self, unit: Unit) -> None:
+        """Assigns the slot to `unit`, before its upload. The contents are unknown until the whole upload is issued,
+        because issuing it may be interrupted."""
+        self.unit, self._version = unit, -1
+        if not self._reuse:
+            self._reallocate()
+
+    def uploaded(self) -> None:
+        """The whole upload of the slot's unit was issued."""
+        assert self.unit is not None
+        self._version = self.unit.version
+
+    def updated(self, version: int) -> None:
+        """Updates were applied in the slot, which includes `version` of them."""
+        self._version = version
+
+    def expire(self) -> None:
+        """The contents are not used again. Copies from or to `unit` may still be under way."""
+        self._version = -1
+
+    def invalidate(self) -> None:
+        """Marks the slot's contents as different from any unit's `store_buffer`."""
+        self.unit, self._version = None, -1
+
+    def _reallocate(self) -> None:
+        """For the ablation `reuse_buffers: false`: allocates and frees device memory at each use."""
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+        if self.device.type != "cuda":
+            self.buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device)
+            return
+        if self._raw is not None:
+            self._raw.free()
+        self._raw = RawBuffer(self._nbytes, self.device)
+        self.buffer = torch.as_tensor(self._raw, device=self.device)
+
+
+class LowSlots:
+    """The low slots of a runtime. A slot is in use, or filled ahead of its use (it holds its unit's stored low plane),
+    or free."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = list(slots)
+        """In the order in which they were last filled or freed."""
+        self._planned: deque[Unit] = deque()
+        """Units whose low planes are still to be uploaded, in the order of their folds."""
+
+    @property
+    def ahead(self) -> list[Unit]:
+        """The units whose low planes are filled ahead, in the order of their uploads."""
+        return [s.unit for s in self._slots if s.unit is not None and s.is_current and not s.in_use]
+
+    @property
+    def free_slot(self) -> Slot | None:
+        """The slot that has been free for longest."""
+        return next((s for s in self._slots if not (s.in_use or s.is_current)), None)
+
+    def plan(self, units: Sequence[Unit]) -> None:
+        """Plans the uploads for the coming folds, but for the units whose low planes are there."""
+        self._planned = deque(units)
+        for unit in self.ahead:
+            if unit in self._planned:
+                self._planned.remove(unit)
+
+    def next_planned(self) -> Unit | None:
+        """The unit whose low plane can be uploaded now, if there is one. A unit that folds twice has its second upload
+        after its first fold."""
+        if not self._planned or self.free_slot is None or self.slot_of(self._planned[0]) is not None:
+            return None
+        return self._planned[0]
+
+    def slot_of(self, unit: Unit) -> Slot | None:
+        """The slot with the unit's low plane, in use or filled ahead."""
+        return next((s for s in self._slots if s.unit is unit and (s.in_use or s.is_current)), None)
+
+    def take(self, unit: Unit) -> Slot:
+        """Returns a free slot for an upload of the unit's low plane. The caller has seen to it that there is one."""
+        if unit in self._planned:
+            self._planned.remove(unit)
+        slot = self.free_slot
+        assert slot is not None
+        self._move_to_end(slot)
+        return slot
+
+    def stop_using(self, unit: Unit) -> Slot | None:
+        """Ends the use of the unit's low slot, and returns the slot. None: it has none in use."""
+        slot = next((s for s in self._slots if s.unit is unit and s.in_use), None)
+        if slot is not None:
+            slot.in_use = False
+        return slot
+
+    def free(self, slot: Slot) -> None:
+        slot.in_use = False
+        slot.expire()
+        self._move_to_end(slot)
+
+    def reclaim(self, *, keep: Collection[Unit]) -> list[Slot]:
+        """Frees all slots but those filled ahead for the units in `keep`. Returns the slots that were in use: kernels
+        of interrupted uses may still read them."""
+        interrupted = [s for s in self._slots if s.in_use]
+        for slot in [s for s in self._slots if s.in_use or (s.is_current and s.unit not in keep)]:
+            self.free(slot)
+        return interrupted
+
+    def _move_to_end(self, slot: Slot) -> None:
+        self._slots.remove(slot)
+        self._slots.append(slot)
 
 
 class Runtime:
@@ -76,10 +233,6 @@ class Runtime:
         """Bytes of a slot that can hold a unit of `nbytes`."""
         return nbytes
 
-    def announce_collective_pass(self, *, ahead: bool) -> None:
-        """Declares that all ranks of a sharded store make the next pass. `ahead`: another pass like it follows, whose
-        first blocks are gathered at the end of the next one. No effect where weights are not sharded."""
-
     def start(
         self,
         order: Sequence[Unit],
@@ -87,12 +240,16 @@ class Runtime:
         downloads: Collection[Unit] = (),
         lows: Sequence[Unit] = (),
         then: Sequence[Unit] | None = None,
+        collective: bool | None = None,
     ) -> None:
         """Plans a pass over the streamed units of `order` and issues its first uploads.
 
         Units in `downloads` will be changed, and downloaded after their use. `lows` are the units that fold in this
         pass and then in the next, in the order of the folds: see [Note: low planes are uploaded ahead]. `then` are the
         units that the next pass starts with (None: the next pass starts like this one).
+
+        `collective` has no effect where weights are not sharded. If it is not None, all ranks make this pass. It then
+        tells whether another pass like it follows, whose first blocks are gathered at the end of this one.
         """
         self._order = [self._number[id(unit)] for unit in order if unit.streamed]
         self._then = None if then is None else [self._number[id(unit)] for unit in then if unit.streamed]
@@ -127,7 +284,7 @@ class Runtime:
         if not unit.low_streamed:
             return unit.low_buffer
         slot = self._lows.slot_of(unit) or self._upload_low(unit)
-        self._lows.use(slot)
+        slot.in_use = True
         self._wait(self._compute, slot.filled)
         return slot.buffer
 
@@ -249,7 +406,7 @@ class Runtime:
         self._fill(slot, unit, unit.store_buffer, self._up)
         self.bytes_up += unit.nbytes
         wanted = not self._in_pass and unit.low_streamed and self.wants_low is not None and self.wants_low(unit)
-        if wanted and self._lows.has_free and self._lows.slot_of(unit) is None:
+        if wanted and self._lows.free_slot is not None and self._lows.slot_of(unit) is None:
             self._upload_low(unit)
 
     def _upload_lows(self) -> None:
@@ -259,7 +416,7 @@ class Runtime:
 
     def _upload_low(self, unit: Unit) -> Slot:
         assert unit.low_buffer is not None
-        if not self._lows.has_free:  # reclaim those of interrupted uses, and the one filled last
+        if self._lows.free_slot is None:  # reclaim those of interrupted uses, and the one filled last
             self._reclaim_low_slots(keep=self._lows.ahead[:-1])
         slot = self._lows.take(unit)
         self._fill(slot, unit, unit.low_buffer, self._up_low)
@@ -283,14 +440,11 @@ class Runtime:
 
     def _copy_up(self, slot: Slot, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Copies `source` to the slot: piece by piece behind a download that may be under way, else in one copy."""
-        if not slot.is_saving:
-            upload_(slot.buffer[: source.numel()], source, slot.filled)
-            return
-        pieces = list(slot.pieces(source.numel()))
+        pieces = list(slot.pieces(source.numel())) if slot.is_saving else [(slice(source.numel()), None)]
         for piece, saved in pieces:
             self._wait(stream, saved)
             upload_(slot.buffer[piece], source[piece], slot.filled)
-        slot.is_saving = len(pieces) < len(slot.saved)  # the last pieces of a larger unit are not awaited yet
+        slot.is_saving &= len(pieces) < len(slot.saved)  # the last pieces of a larger unit are not awaited yet
 
     def _download(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
         if self._before_overwrite is not None:

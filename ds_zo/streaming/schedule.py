@@ -1,6 +1,6 @@
 """A schedule is data: a list of uploads, computations and downloads of blocks, with their slots, in issue order.
 
-Pure functions make, check and price schedules without a GPU; `runtime` executes them. For example, `0H0 1H1 0C0 0D0
+Pure functions make and price schedules without a GPU; `runtime` executes them. For example, `0H0 1H1 0C0 0D0
 2H0` uploads (H) block 0 to slot 0 and block 1 to slot 1. It then computes (C) block 0, downloads (D) it, and uploads
 block 2 to the slot that became free.
 """
@@ -8,7 +8,7 @@ block 2 to the slot that became free.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -79,28 +79,6 @@ def sweep(
         claimed.discard(block)
     feed()
     return actions
-
-
-def validate(actions: Iterable[Action], *, num_slots: int, loaded: Mapping[int, int] | None = None) -> None:
-    """Raises unless every computation finds its block in its slot and every download follows its block's computation.
-    Raises also if an upload overwrites a block that was uploaded and not yet computed."""
-    holds: dict[int, int] = {slot: block for block, slot in (loaded or {}).items()}
-    computed: dict[int, bool] = dict.fromkeys(holds, True)  # blocks that an earlier pass has left may be overwritten
-    for action in actions:
-        block, slot = action.block, action.slot
-        if not 0 <= slot < num_slots:
-            raise ValueError(f"{action}: there are {num_slots} slots")
-        if action.kind is Kind.UPLOAD:
-            if slot in holds and not computed[slot]:
-                raise ValueError(f"{action}: overwrites block {holds[slot]} before it was computed")
-            holds[slot], computed[slot] = block, False
-            continue
-        if holds.get(slot) != block:
-            raise ValueError(f"{action}: the slot holds {holds.get(slot)}")
-        if action.kind is Kind.COMPUTE:
-            computed[slot] = True
-        elif not computed[slot]:
-            raise ValueError(f"{action}: downloaded before it was computed")
 
 
 @dataclass(frozen=True)

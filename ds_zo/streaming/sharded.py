@@ -12,41 +12,29 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ds_zo.streaming.node import explain_lost_rank
-from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.runtime import Runtime, Slot
 from ds_zo.streaming.shared_store import RanksStore, SharedStore
-from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Unit
-
-
-@dataclass(frozen=True)
-class _Gather:
-    number: int
-    low: bool
-    """Whether the low plane is gathered too, because the unit folds in this pass."""
 
 
 class ShardedRuntime(Runtime):
     """A runtime whose collective passes gather blocks from all ranks; see [Note: one order of gathers].
 
-    A pass is collective if `announce_collective_pass` precedes it. In other passes, and outside passes, this rank reads
-    whole blocks by itself.
+    In passes that are not collective, and outside passes, this rank reads whole blocks by itself.
     """
 
     def __init__(self, units: Sequence[Unit], device: torch.device, *, store: RanksStore, **settings: Any) -> None:
         self._store = store
         self._partition = store.partition
-        self._joined: bool | None = None
-        """None: the next pass is this rank's alone. Otherwise it is collective, and the value tells whether another
-        pass like it follows."""
         self._is_collective = False
-        self._to_gather: deque[_Gather] = deque()
+        self._to_gather: deque[int] = deque()
         self._to_gather_ahead: deque[int] = deque()
+        """Numbers of the units that this collective pass has still to gather, for itself and for the next pass."""
         self._ahead: set[int] = set()
         """Numbers of the units that the last collective pass has gathered for the next one."""
         self._to_fold: set[int] = set()
@@ -64,9 +52,6 @@ class ShardedRuntime(Runtime):
     def _slot_nbytes(self, nbytes: int) -> int:
         return self._partition.padded_nbytes(nbytes)
 
-    def announce_collective_pass(self, *, ahead: bool) -> None:
-        self._joined = ahead
-
     def start(
         self,
         order: Sequence[Unit],
@@ -74,31 +59,30 @@ class ShardedRuntime(Runtime):
         downloads: Collection[Unit] = (),
         lows: Sequence[Unit] = (),
         then: Sequence[Unit] | None = None,
+        collective: bool | None = None,
     ) -> None:
-        joined, self._joined = self._joined, None
-        if joined is None:
+        if collective is None:
             super().start(order, downloads=downloads, then=then)
             return
         numbers = [self._number[id(unit)] for unit in order if unit.streamed]
         self._to_fold = {self._number[id(unit)] for unit in downloads}
-        folding = {self._number[id(unit)] for unit in downloads if unit.low_streamed}
-        gathered = self._ahead if joined else set()
+        gathered = self._ahead if collective else set()
         for number in sorted(gathered):
             self._upload_evicted(number)
         self._reclaim_low_slots(keep=())
         for slot in self.slots:  # a block that only this rank has kept would change the order of its gathers
             if slot.unit is not None and self._number[id(slot.unit)] not in gathered:
                 slot.invalidate()
-        self._to_gather = deque(_Gather(n, n in folding) for n in numbers if n not in gathered)
-        if joined:
+        self._to_gather = deque(number for number in numbers if number not in gathered)
+        if collective:
             self._ahead = set()
             self._to_gather_ahead = deque(numbers[: len(self.slots)] if self._overlap else ())
         self._meet(numbers)
         self._is_collective = True
-        lows = [self.units[number] for number in numbers if number in gathered and number in folding]
+        lows = [self.units[number] for number in numbers if number in gathered and self._gathers_low(number)]
         for unit in lows:
             self._gather_low(unit)
-        super().start(order, downloads=downloads, lows=lows, then=then if joined else ())
+        super().start(order, downloads=downloads, lows=lows, then=then if collective else ())
 
     def finish(self) -> None:
         try:
@@ -132,8 +116,8 @@ class ShardedRuntime(Runtime):
     def _upload(self, number: int, slot: Slot) -> None:
         if self._is_collective:
             self._fold_if_due(slot)
-            if any(gather.number == number for gather in self._to_gather):
-                while self._to_gather[0].number != number:
+            if number in self._to_gather:
+                while self._to_gather[0] != number:
                     self._gather_next(slot)
                     self._fold_if_due(slot)
                 self._gather_next(slot)
@@ -154,11 +138,15 @@ class ShardedRuntime(Runtime):
         self._store.copy_whole(slot.buffer[: source.numel()], source)
 
     def _gather_next(self, slot: Slot) -> None:
-        gather = self._to_gather.popleft()
-        unit = self.units[gather.number]
+        number = self._to_gather.popleft()
+        unit = self.units[number]
         self._gather(unit, slot, unit.store_buffer, unit.nbytes)
-        if gather.low:
+        if self._gathers_low(number):
             self._gather_low(unit)
+
+    def _gathers_low(self, number: int) -> bool:
+        """Whether the low plane is gathered with the unit, because the unit has still to fold in this pass."""
+        return number in self._to_fold and self.units[number].low_streamed
 
     def _gather_one_ahead(self, slot: Slot) -> None:
         number = self._to_gather_ahead.popleft()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+from deepspeed.utils import logger
 
 from ds_zo.streaming.host_store import PAGE, HostStore
 from ds_zo.streaming.node import Node, SharedMemory, world_timeout
@@ -51,18 +54,29 @@ class SharedStore(RanksStore):
         self._num_requested = [0] * num_units
         """By unit: how many write-backs this rank has issued. All ranks issue equally many."""
         self._marks = torch.zeros(num_units, dtype=torch.int64, device=device)
-        self._whole: set[int] = set()
-        self._pieces: dict[int, torch.Tensor] = {}
-        """Pinned memory by the buffer's address: `_whole` has the buffers that are pinned whole, `_pieces` the pages of
-        this rank's piece where only these are pinned."""
+        self._pinned: dict[int, torch.Tensor] = {}
+        """Pinned memory by the buffer's address: the whole buffer, or the pages of this rank's piece of it."""
         self._end = header
         if self._pin:
             self._register(memory.tensor[:header])
 
-    @staticmethod
-    def capacity_nbytes(sizes: list[int], *, num_units: int, num_ranks: int) -> int:
-        """Bytes of shared memory for buffers of `sizes` bytes and the counts of write-backs."""
-        return _pages(8 * num_units * num_ranks) + sum(map(_pages, sizes))
+    @classmethod
+    def of_machine(
+        cls, sizes: Sequence[int], *, num_units: int, process_group: Any, device: torch.device, pin: bool
+    ) -> SharedStore | None:
+        """A store for buffers of `sizes` bytes. Returns None, on every rank of this machine, if the machine has one
+        rank or its ranks cannot share memory. Collective."""
+        node = Node(process_group, device=device)
+        if node.size == 1:
+            return None
+        memory = node.map_shared(_pages(8 * num_units * node.size) + sum(map(_pages, sizes)))
+        if memory is None:
+            logger.warning(
+                "ds_zo: the ranks of this machine can't share memory, so each rank stores the whole model: run them in "
+                "one container (zero_optimization.stage)"
+            )
+            return None
+        return cls(node, memory, num_units=num_units, device=device, pin=pin)
 
     def take(self, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
@@ -76,7 +90,7 @@ class SharedStore(RanksStore):
                 buffer[piece].zero_()  # allocates the pages, on this rank's NUMA node, before they are registered
                 pages = slice(begin + piece.start // PAGE * PAGE, begin + _pages(piece.stop))
                 if self._register(self._memory.tensor[pages]):
-                    self._pieces[buffer.data_ptr()] = self._memory.tensor[pages]
+                    self._pinned[buffer.data_ptr()] = self._memory.tensor[pages]
                     self.pinned_nbytes += piece.stop - piece.start
             self.node.barrier()  # otherwise a late rank would zero values that another rank has stored
         return buffer
@@ -91,20 +105,20 @@ class SharedStore(RanksStore):
     def copy_whole(self, target: torch.Tensor, buffer: torch.Tensor) -> None:
         """Copies a whole buffer to the device, by this rank alone. CUDA cannot copy in one call from memory that is
         partly pinned, so the first such copy pins all of the buffer."""
-        if buffer.data_ptr() in self._pieces and not self._pin_whole(buffer):
+        pinned = self._pinned.get(buffer.data_ptr())
+        if pinned is not None and pinned.numel() < buffer.numel() and not self._pin_whole(buffer, pinned):
             target.copy_(buffer.clone())
         else:
             target.copy_(buffer, non_blocking=True)
 
-    def _pin_whole(self, buffer: torch.Tensor) -> bool:
+    def _pin_whole(self, buffer: torch.Tensor, piece: torch.Tensor) -> bool:
         self.node.host_wait()  # for copies from the piece, which is about to be unpinned
-        piece = self._pieces.pop(buffer.data_ptr())
         self._unregister(piece)
-        if self._pin and self._register(buffer):
-            self._whole.add(buffer.data_ptr())
-            return True
-        if self._register(piece):
-            self._pieces[buffer.data_ptr()] = piece
+        for pinned in (buffer, piece) if self._pin else (piece,):
+            if self._register(pinned):
+                self._pinned[buffer.data_ptr()] = pinned
+                return pinned is buffer
+        del self._pinned[buffer.data_ptr()]
         return False
 
     def mark_written_back(self, number: int) -> None:
@@ -129,13 +143,9 @@ class SharedStore(RanksStore):
         self.node.barrier()
         piece = self.partition.piece(buffer.numel())
         self.nbytes -= piece.stop - piece.start
-        pinned = self._pieces.pop(buffer.data_ptr(), None)
+        pinned = self._pinned.pop(buffer.data_ptr(), None)
         if pinned is not None:
             self._unregister(pinned)
-            self.pinned_nbytes -= piece.stop - piece.start
-        elif buffer.data_ptr() in self._whole:
-            self._whole.discard(buffer.data_ptr())
-            self._unregister(buffer)
             self.pinned_nbytes -= piece.stop - piece.start
         begin = buffer.data_ptr() - self._memory.tensor.data_ptr()
         self._memory.free(begin + _pages(piece.start), begin + piece.stop // PAGE * PAGE)

@@ -235,6 +235,15 @@ class Unit:
         return any(placed.trainable for placed in self.placed)
 
     @property
+    def numel(self) -> int:
+        return sum(placed.numel for placed in self.placed)
+
+    @property
+    def viewable(self) -> bool:
+        """Whether the stored bytes of all parameters can be viewed as their values."""
+        return all(part.viewable for part in self.parts)
+
+    @property
     def decodes_frozen(self) -> bool:
         """Whether frozen parameters are stored in another format than their dtype."""
         return any(part.frozen and not part.direct for part in self.parts)

@@ -22,10 +22,9 @@ from ds_zo.backends.lsp import transfers as lsp_transfers
 from ds_zo.backends.lsp.groups import LSPGroups
 from ds_zo.backends.lsp.scheduler import Job, ServiceOrder
 from ds_zo.streaming.node import RankPartition
-from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.runtime import Runtime, Slot
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
-from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Unit
 
 _LOOKS_ONLY = ("view", "slice", "detach", "alias", "empty", "expand", "strided", "reshape", "transpose", "select")
@@ -193,7 +192,7 @@ class _OneRank(SharedStore):
         self.node: Any = SimpleNamespace(
             streams=[], stream_barrier=lambda: None, gather=lambda buffer: [_Gathering(buffer)]
         )
-        self._pieces = {}
+        self._pinned = {}
 
     def mark_written_back(self, number: int) -> None:
         pass

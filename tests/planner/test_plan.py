@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import transformers
 from planned_models import planned
+from schedule_check import validate
 
 from ds_zo import planner
 from ds_zo.config.resolve import resolve
@@ -24,7 +25,7 @@ from ds_zo.planner.stock import FullBucket, full_buckets, zero_step_s
 from ds_zo.planner.timeline import Gradient
 from ds_zo.planner.zo import estimate_zo
 from ds_zo.streaming.budget import MARGIN_NBYTES
-from ds_zo.streaming.schedule import Kind, sweep, validate
+from ds_zo.streaming.schedule import Kind, sweep
 
 
 @pytest.fixture(scope="module")

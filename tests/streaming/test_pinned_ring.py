@@ -13,7 +13,15 @@ import pytest
 import torch
 
 from ds_zo.streaming import pinned_ring
-from ds_zo.streaming.pinned_ring import DeferredRecord, PinnedRing, attach_ring, close_ring, detach_ring, upload_
+from ds_zo.streaming.pinned_ring import (
+    DeferredRecord,
+    DeviceSide,
+    PinnedRing,
+    attach_ring,
+    close_ring,
+    detach_ring,
+    upload_,
+)
 
 
 class LateEvent:
@@ -41,7 +49,7 @@ class UploadEvent(DeferredRecord, LateEvent):
     pass
 
 
-class LateDevice:
+class LateDevice(DeviceSide):
     """A stream whose work runs in order on another thread, each piece after a random pause."""
 
     def __init__(self, seed: int) -> None:

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.runtime import Runtime
-from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.runtime import Runtime, Slot
 from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
 CPU = torch.device("cpu")

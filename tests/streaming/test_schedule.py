@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from schedule_check import validate
 
-from ds_zo.streaming.schedule import NUM_PIECES, Action, Kind, Timeline, price, sweep, validate
+from ds_zo.streaming.schedule import NUM_PIECES, Action, Kind, Timeline, price, sweep
 
 
 def read(text: str) -> list[Action]:

@@ -24,7 +24,7 @@ from ds_zo.planner.choices import WIRE
 from ds_zo.records.environment import host_free_bytes
 from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, has_source, put_back, shipped_wire
 from ds_zo.streaming.placement import adapter_ids, plan_units
-from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.runtime import Slot
 from ds_zo.streaming.units import PlacedParameter, Unit
 
 _ROOM = 3

@@ -37,7 +37,7 @@ from ds_zo.streaming.device_shards import DeviceShardRuntime
 from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.loading import check_frozen_dtype
 from ds_zo.streaming.placement import Placement, plan_units
-from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.runtime import Slot
 from ds_zo.streaming.units import PlacedParameter, Unit
 
 
@@ -105,8 +105,7 @@ class RecomputedBlockStore(BlockStore):
 
     def start_forward(self) -> None:
         """Schedules the uploads of a forward pass."""
-        self.runtime.announce_collective_pass(ahead=False)
-        self.runtime.start(self.placement.blocks, then=())
+        self.runtime.start(self.placement.blocks, then=(), collective=False)
 
     def start_backward(self, order: Sequence[Unit], *, downloads: Collection[Unit] = (), repeats: bool) -> None:
         """Schedules the uploads of a backward pass. `order`: units in the order in which this rank will need them;
@@ -114,8 +113,7 @@ class RecomputedBlockStore(BlockStore):
         will update. `repeats`: another pass of the same order follows, so that its first uploads begin early."""
         if self.is_sharded:
             order = self.placement.blocks[::-1]
-        self.runtime.announce_collective_pass(ahead=False)
-        self.runtime.start(order, downloads=downloads, then=None if repeats else ())
+        self.runtime.start(order, downloads=downloads, then=None if repeats else (), collective=False)
 
     @contextmanager
     def materialise(self, unit: Unit) -> Iterator[MaterialisedBlock]:

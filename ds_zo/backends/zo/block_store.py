@@ -205,9 +205,9 @@ class ZOBlockStore(BlockStore):
         link = measure_link(self.runtime, streamed[0], streamed[-1])
         # If a step waits for the host, say, timed forwards do not show the cost of a replay: it is measured alone too.
         replay = partial(self.materialiser.time_replay, streamed[0], self.runtime.slots[0])
-        num_blocks = sum(map(_numel, blocks)) / max(_numel(streamed[0]), 1)
-        draw_s = max(draw_s, num_blocks * measure_draw(replay, self.device))
-        outer_numel = self.placement.numel - sum(_numel(u) for u in blocks)
+        blocks_numel = sum(unit.numel for unit in blocks)
+        draw_s = max(draw_s, blocks_numel / max(streamed[0].numel, 1) * measure_draw(replay, self.device))
+        outer_numel = self.placement.numel - blocks_numel
         compute_s += draw_s * outer_numel / max(self.placement.numel - outer_numel, 1)  # outer units fold each step
         model = StepTimeModel(*link, compute_s, draw_s)
         sizes = {
@@ -253,7 +253,7 @@ class ZOBlockStore(BlockStore):
             f"modules outside them; {len(blocks) - self.num_resident} blocks stream, {self.num_resident} stay on the "
             "device",
             f"ds_zo: device: weights {self.resident_nbytes / gib:.2f} GiB, {len(self.runtime.slots)} slots "
-            f"{self.slots_nbytes / gib:.2f} GiB, scratch {self.materialiser.scratch_nbytes / gib:.2f} GiB; host: "
+            f"{self.slots_nbytes / gib:.2f} GiB, scratch {self.materialiser.scratch.numel() / gib:.2f} GiB; host: "
             f"{self.store.nbytes / gib:.2f} GiB, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned",
             f"ds_zo: blocks stored as {'/'.join(wire) or 'n/a'}, master {self._stream.master}, folded every "
             f"{self.interval} steps (at most {CAPACITY} behind)",
@@ -286,7 +286,7 @@ class ZOBlockStore(BlockStore):
             + stored
             + ("; blocks that fit move to the GPU after the first step" if self.may_fill_device else ""),
             device_bytes=nonzero(
-                [("weights", self.resident_nbytes), ("slots", slots), ("scratch", self.materialiser.scratch_nbytes)]
+                [("weights", self.resident_nbytes), ("slots", slots), ("scratch", self.materialiser.scratch.numel())]
             ),
             added_by_steps="activations",
             host_bytes=nonzero([("weights", self.store.nbytes)]),
@@ -333,7 +333,3 @@ def _check_dtypes(placement: Placement) -> None:
                 "model.float(), or freeze it before deepspeed.initialize",
                 at="bf16.enabled",
             )
-
-
-def _numel(unit: Unit) -> int:
-    return sum(placed.numel for placed in unit.placed)

@@ -30,9 +30,8 @@ from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
 from ds_zo.backends.zo.step_time import TimedForward
 from ds_zo.checkpoint.replay import due
 from ds_zo.streaming.placement import Placement
-from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.runtime import Runtime, Slot
 from ds_zo.streaming.sharded import ShardedRuntime
-from ds_zo.streaming.slots import Slot
 from ds_zo.streaming.units import Planes, Unit
 
 
@@ -78,20 +77,22 @@ class Materialiser:
         self._pair_at = scratch_nbytes - (placement.second_copy_nbytes if pairs else 0)
         self._pair = self.scratch[self._pair_at :] if pairs else None
         """Scratch for the block's copy with the other sign, or None; see [Note: copies in pairs]."""
-        self._one_launch = pairs and num_passes == 2
-        self._as_stored = not (self._one_launch and placement.narrow)
+        self.in_one_launch = pairs and num_passes == 2
+        """Whether one launch makes the copies of a step's two passes, each always at the same address."""
+        self._as_stored = not (self.in_one_launch and placement.narrow)
         """Passes start from weights rounded as a slot would store them, so that every device computes the same bits.
         False where one launch makes both copies from narrow storage: then only the copies are rounded."""
-        needs_replay_slot = interval > 1 and not self._one_launch
+        needs_replay_slot = interval > 1 and not self.in_one_launch
         replay_slot_nbytes = (
             max((u.nbytes for u in placement.blocks if not u.streamed), default=0) if needs_replay_slot else 0
         )
         self._replay_slot = Slot(replay_slot_nbytes, device)
         """Holds the replayed weights of a resident block between its passes when no fold is due. The block's store
         buffer must keep the weights of its last fold."""
-        self._active: tuple[Unit, Slot | None] | None = None
-        """The unit that is materialised now, and its slot. The slot is None for a resident unit, and once the slot may
-        be filled again."""
+        self._active: Unit | None = None
+        """The block, or the unit read without noise, that is materialised now."""
+        self._slot: Slot | None = None
+        """Its slot. None for a resident unit, and once the slot may be filled again."""
         self._folding: set[int] = set()
         """Blocks that fold in the pass that is running, by `id(unit)`."""
         self.timed_forward: TimedForward | None = None
@@ -102,16 +103,6 @@ class Materialiser:
         if isinstance(runtime, ShardedRuntime):
             runtime.fold_skipped = self._replay_pending
         self._next_pass_is_first = False
-
-    @property
-    def in_one_launch(self) -> bool:
-        """Whether one launch makes the copies of a step's two passes, each always at the same address."""
-        return self._one_launch
-
-    @property
-    def scratch_nbytes(self) -> int:
-        """Size of the scratch that all units share."""
-        return self.scratch.numel()
 
     @property
     def free_nbytes(self) -> int:
@@ -158,9 +149,7 @@ class Materialiser:
         """Plans a training pass: which blocks fold in it, and which low planes are uploaded for this pass and the
         next."""
         self._abandon_active()
-        if self._next_pass_is_first:
-            self.runtime.announce_collective_pass(ahead=True)
-            self._next_pass_is_first = False
+        collective, self._next_pass_is_first = self._next_pass_is_first or None, False
         step = self.log.length
         folding = [u for u in self.placement.blocks if self.pending(u) and self.folds(u, step=step)]
         pass_long = [u for u in self.placement.ambient if u.is_block and self.folds(u, step=step)]
@@ -169,14 +158,14 @@ class Materialiser:
         fold_next = [
             u for u in self.placement.blocks if self.folds(u, step=step + 1) and (again or id(u) not in self._folding)
         ]
-        self.runtime.start(self.placement.blocks, downloads=folding, lows=[*folding, *fold_next])
+        self.runtime.start(self.placement.blocks, downloads=folding, lows=[*folding, *fold_next], collective=collective)
 
     def _abandon_active(self) -> None:
         """Gives up the unit of a pass that was interrupted. Its slot may be filled again after the kernels already
         issued for it."""
-        if self._active is not None and self._active[1] is not None:
-            self.runtime.abandon(self._active[1])
-        self._active = None
+        if self._slot is not None:
+            self.runtime.abandon(self._slot)
+        self._active = self._slot = None
 
     def end_pass(self) -> None:
         """Ends the pass, whether it completed or was interrupted."""
@@ -192,12 +181,11 @@ class Materialiser:
         """Makes pass `index`'s copy of a block. Returns one view per parameter, or None where the parameters are views
         of that memory already. `last` says that no later pass reads the block, so its slot is free as soon as this copy
         is made."""
-        first = self._active is None or self._active[0] is not unit
+        first = self._active is not unit
         if first:
             with nullcontext() if self.timed_forward is None else self.timed_forward.waiting():
-                self._active = (unit, self.runtime.acquire(unit) if unit.streamed else None)
-        assert self._active is not None
-        slot = self._active[1]
+                self._acquire(unit)
+        slot = self._slot
         pair = None if first and last else self._pair
         is_second_of_pair = pair is not None and index % 2 == 1
         if first:
@@ -208,7 +196,7 @@ class Materialiser:
             outs = self._cached.outs(unit, self.scratch)
             self._apply(unit, self._cached.planes(unit, base), outs=outs, pair=pair, index=index, decodes=False)
         source = unit.store_buffer if slot is None else slot.buffer
-        if (last or (pair is not None and self._one_launch)) and not _has_direct(unit):
+        if (last or (pair is not None and self.in_one_launch)) and not any(part.direct for part in unit.parts):
             self._release_slot(unit)
         if pair is None:
             return self._cached.views(unit, source, self.scratch) if first else None
@@ -222,7 +210,7 @@ class Materialiser:
 
     def release_block(self, unit: Unit) -> None:
         """Releases the block after its last pass has run it."""
-        if self._active is not None and self._active[0] is unit:
+        if self._active is unit:
             self._release_unit(unit)
         unit.bind_stored()
 
@@ -251,36 +239,36 @@ class Materialiser:
         # Only a block gives the replay slot up: an outer unit may run between two passes of the block that is in it.
         if slot is None and unit.is_block:
             self._replay_slot.invalidate()
-        fold = id(unit) in self._folding if unit.is_block else True
-        is_only_reader = index is not None and (self._one_launch or last)
-        if not pending or (is_only_reader and not fold):
-            self._apply(unit, self._cached.planes(unit, source), outs=outs, pair=pair, index=index, pending=pending)
-            return
-        step = self.log.length
+        fold = pending > 0 and (id(unit) in self._folding or not unit.is_block)
+        is_only_reader = index is not None and (self.in_one_launch or last)
         low = self.runtime.acquire_low(unit) if fold and unit.low_nbytes else None
-        target = source
-        if slot is None and not fold:
-            self._replay_slot.take(unit)
-            target = self._replay_slot.buffer
-        if slot is not None:
-            self.runtime.before_writing(slot)
-            slot.updated(step)  # `unit.version` follows when the slot is downloaded
-        planes, stored = self._cached.planes(unit, source, low), self._cached.planes(unit, target, low)
+        target = None
+        if fold or (pending and not is_only_reader):
+            target = source
+            if slot is not None:
+                self.runtime.before_writing(slot)
+                slot.updated(self.log.length)  # `unit.version` follows when the slot is downloaded
+            elif not fold:
+                self._replay_slot.take(unit)
+                target = self._replay_slot.buffer
+        planes = self._cached.planes(unit, source, low)
+        stored = None if target is None else self._cached.planes(unit, target, low)
         with interrupts.deferred() if fold else nullcontext():  # see [Note: whole steps]
             self._apply(unit, planes, stored=stored, outs=outs, pair=pair, index=index, pending=pending, fold=fold)
-            if slot is not None:
-                if fold:
+            if fold:
+                if slot is None:
+                    unit.folded(self.log.length)
+                if slot is not None or unit.low_streamed:
                     self.runtime.written(unit, slot)
-            elif fold:
-                unit.folded(step)
-                if unit.low_streamed:
-                    self.runtime.written(unit, None)
+
+    def _acquire(self, unit: Unit) -> None:
+        """Makes the unit the active one. Its stored bytes are then on the device."""
+        self._slot = self.runtime.acquire(unit) if unit.streamed else None
+        self._active = unit
 
     def _release_slot(self, unit: Unit) -> None:
         """Marks the active unit's slot as free: no kernel issued after this call reads it."""
-        assert self._active is not None
-        slot = self._active[1]
-        self._active = (unit, None)
+        slot, self._slot = self._slot, None
         if slot is not None:
             self.runtime.release(unit, slot, keep_low=self._folds_later(unit))
 
@@ -298,7 +286,7 @@ class Materialiser:
     def materialise_clean(self, unit: Unit, *, scratch: torch.Tensor) -> list[torch.Tensor]:
         """Returns the unit's weights of the current step, one view per parameter, without noise. Views are of the
         stored bytes where these are the current weights, else of a copy in `scratch`, rounded to nearest."""
-        if not self.pending(unit) and all(part.viewable for part in unit.parts):
+        if not self.pending(unit) and unit.viewable:
             return unit.views(unit.planes(self._stored_on_device(unit)), [None] * len(unit.parts))
         return self._read(unit, unit.outs(scratch))
 
@@ -320,9 +308,9 @@ class Materialiser:
         if not unit.streamed:
             return unit.store_buffer
         self._abandon_active()
-        slot = self.runtime.acquire(unit)
-        self._active = (unit, slot)
-        return slot.buffer
+        self._acquire(unit)
+        assert self._slot is not None
+        return self._slot.buffer
 
     def scratch_for(self, unit: Unit) -> torch.Tensor:
         """Scratch for materialising the unit outside a forward."""
@@ -332,7 +320,7 @@ class Materialiser:
 
     def release_clean(self, unit: Unit) -> None:
         """Releases a unit that `materialise_clean` or `materialise_fp32` made: its copy is read no more."""
-        if self._active is not None and self._active[0] is unit:
+        if self._active is unit:
             self._release_unit(unit)
         elif unit.low_streamed:
             self.runtime.release(unit, None, keep_low=self._folds_later(unit))
@@ -357,14 +345,12 @@ class Materialiser:
         self._abandon_active()
         self._folding = {id(unit) for unit in behind}
         blocks = [unit for unit in behind if unit.is_block]
-        if any(unit.streamed for unit in blocks):
-            self.runtime.announce_collective_pass(ahead=False)
         try:
-            self.runtime.start(blocks, downloads=blocks, lows=blocks)
+            collective = False if any(unit.streamed for unit in blocks) else None
+            self.runtime.start(blocks, downloads=blocks, lows=blocks, collective=collective)
             for unit in behind:
-                slot = self.runtime.acquire(unit) if unit.streamed else None
-                self._active = (unit, slot)
-                self._replay_pending(unit, slot)
+                self._acquire(unit)
+                self._replay_pending(unit, self._slot)
                 self._release_unit(unit)
                 unit.bind_stored()
         finally:
@@ -435,7 +421,3 @@ class Materialiser:
                 fold=fold,
                 rounding=self.noise.rounding,
             )
-
-
-def _has_direct(unit: Unit) -> bool:
-    return any(part.direct for part in unit.parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -10,9 +11,31 @@ from torch import nn
 from ds_zo.backends.common.random_state import generators_of
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
-from ds_zo.backends.zo.structure import Structure
 
 ParamGroups = Sequence[Mapping[str, Any]]
+
+
+class Structure:
+    """A module tree and an optimizer's groups, as they are when this is made. Comparing them finds additions,
+    replacements, resizes, freezes and regrouping. It is much faster than walking the tree, for which the first kernel
+    of a step would wait."""
+
+    def __init__(self, module: nn.Module, param_groups: ParamGroups) -> None:
+        self._held = [(held, tuple(held.values())) for m in module.modules() for held in (m._modules, m._parameters)]
+        self._parameters = [(p, p.shape, p.requires_grad) for p in module.parameters()]
+        self._groups = [tuple(group["params"]) for group in param_groups]
+
+    def is_unchanged(self, param_groups: ParamGroups) -> bool:
+        """Whether the module tree and these groups are the same as when this was made."""
+        return (
+            all(len(held) == len(kept) and all(map(is_, held.values(), kept)) for held, kept in self._held)
+            and all(p.shape == shape and p.requires_grad is flag for p, shape, flag in self._parameters)
+            and len(param_groups) == len(self._groups)
+            and all(
+                len(group["params"]) == len(kept) and all(map(is_, group["params"], kept))
+                for group, kept in zip(param_groups, self._groups, strict=True)
+            )
+        )
 
 
 class ModelCheck:
@@ -41,9 +64,6 @@ class ModelCheck:
         """Groups or `requires_grad` flags changed after the last step, so `check_at_step` checks them again. The flags
         at `step` count, not the flags that the last forward saw: a reference pass under PEFT's `disable_adapter`
         freezes adapters while it lasts."""
-        self._placed_shapes = {
-            id(p.parameter): p.parameter.shape for unit in block_store.placement.units for p in unit.placed
-        }
 
     def _find_groups_and_flags(self, param_groups: ParamGroups) -> dict[int, tuple[int, bool]]:
         """For each placed parameter, by its id: its optimizer group, and whether it is trained."""
@@ -69,14 +89,15 @@ class ModelCheck:
             self._regrouped = False
 
     def _check_parameters(self, param_groups: ParamGroups) -> None:
+        log, units = self._block_store.log, self._block_store.placement.units
+        placed_shapes = {id(p.parameter): p.shape for unit in units for p in unit.placed}
         for name, parameter in self._module.named_parameters():
-            if self._placed_shapes.get(id(parameter)) != parameter.shape:
+            if placed_shapes.get(id(parameter)) != parameter.shape:
                 raise ValueError(
                     f"parameter {name} is not the one that deepspeed.initialize placed, and the placement is fixed: "
                     "add, resize or replace parameters before deepspeed.initialize, and load weights without "
                     "assign=True"
                 )
-        log, units = self._block_store.log, self._block_store.placement.units
         if len(param_groups) != log.num_groups:
             raise ValueError(
                 f"the optimizer had {log.num_groups} parameter groups when deepspeed.initialize ran and has "

@@ -86,22 +86,25 @@ class Ranks:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         first = dist.get_rank() == self._source
         with explain_lost_rank(self.device):
+            # A meta tensor stands in the message for a tensor on the device, which a collective there sends.
             message: list[Any] = [None]
             if first:
-                message = [([_encoded(leaf, self.device) for leaf in leaves], spec)]
+                message = [([leaf.detach().to("meta") if self._is_here(leaf) else leaf for leaf in leaves], spec)]
             dist.broadcast_object_list(message, src=self._source, group=self._object_group)
-            encoded, spec = message[0]
-            found = []
-            for i, value in enumerate(encoded):
-                if isinstance(value, _DeviceTensor):
-                    tensor = leaves[i].detach().contiguous() if first else value.empty(self.device)
+            sent, spec = message[0]
+            found = leaves if first else list(sent)
+            for i, value in enumerate(sent):
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    if not first:
+                        found[i] = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+                    tensor = found[i].detach().contiguous()
                     dist.broadcast(tensor, src=self._source, group=self._group)
                     self.bytes_wire += tensor.numel() * tensor.element_size()
-                    found.append(leaves[i] if first else tensor)
-                else:
-                    found.append(leaves[i] if first else value)
         batch: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(found, spec)
         return batch
+
+    def _is_here(self, leaf: Any) -> bool:
+        return isinstance(leaf, torch.Tensor) and leaf.device.type == self.device.type
 
     def average(self, g: torch.Tensor) -> torch.Tensor:
         """Projected gradients of all directions, averaged over batches. `g` holds this rank's own directions, and zeros
@@ -146,18 +149,3 @@ class Ranks:
             + f"; {4 * self._num_directions} bytes of g a step are reduced over them; a rank waits "
             f"{world_timeout(self.device).total_seconds():.0f} s at most for another"
         )
-
-
-class _DeviceTensor:
-    """Stands in a message for a tensor that a collective on the device sends separately."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._shape, self._dtype = tuple(tensor.shape), tensor.dtype
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        return torch.empty(self._shape, dtype=self._dtype, device=device)
-
-
-def _encoded(leaf: Any, device: torch.device) -> Any:
-    """The leaf, or a `_DeviceTensor` in place of a tensor on the device."""
-    return _DeviceTensor(leaf) if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type else leaf

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from ds_zo.streaming.units import Unit
 
 
@@ -16,25 +18,24 @@ class ScratchOverlap:
     """The modules that each pass is inside of, and the units whose copies overlap."""
 
     def __init__(self) -> None:
-        self._within: dict[int, list[Sequence[Unit]]] = {}
-        """By pass: for each module that it is inside of, the units that are materialised for it, innermost last."""
+        self._within: dict[int, list[tuple[nn.Module, Sequence[Unit]]]] = {}
+        """By pass: each module that it is inside of, and the units that are materialised for it, innermost last."""
         self.overlapping: dict[int, Unit] = {}
         """Units whose copies would overlap those of another module, by id: they need memory of their own. None of them
         streams."""
 
     def enclosing(self, index: int) -> list[Unit]:
         """The units that are materialised for the modules that pass `index` is inside of, innermost last."""
-        return [unit for units in self._within.get(index, ()) for unit in units]
+        return [unit for _, units in self._within.get(index, ()) for unit in units]
 
-    def enter(self, index: int, units: Sequence[Unit]) -> None:
+    def enter(self, index: int, module: nn.Module, units: Sequence[Unit]) -> None:
         """Notes that pass `index` enters a module that materialises `units`."""
-        self._within.setdefault(index, []).append(units)
+        self._within.setdefault(index, []).append((module, units))
 
-    def leave(self, index: int, units: Sequence[Unit]) -> None:
-        """Undoes `enter`. Does nothing if entering failed."""
+    def leave(self, index: int, module: nn.Module) -> Sequence[Unit]:
+        """Undoes `enter`, and returns the module's units; none if entering failed."""
         within = self._within.get(index)
-        if within and within[-1] is units:
-            within.pop()
+        return within.pop()[1] if within and within[-1][0] is module else ()
 
     def clear(self) -> None:
         """Forgets all entered modules: no pass is inside of any."""

@@ -10,6 +10,7 @@ from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
 from ds_zo.backends.zo.block_store import ZOBlockStore
+from ds_zo.backends.zo.materialise import Materialiser
 from ds_zo.streaming.loading import has_source, put_back
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import PlacedParameter, Unit
@@ -27,6 +28,10 @@ class ReplayedState(ModuleState):
         """Called after a weight is replaced."""
         super().__init__(block_store.placement.units, module, device=block_store.device)
 
+    @property
+    def _materialiser(self) -> Materialiser:
+        return self._block_store.materialiser  # another one after the slots were made anew
+
     @torch.no_grad()
     def refresh(self, parameter: nn.Parameter) -> None:
         """Makes a parameter show the weights of the current step before a bare read. If the unit's next forward would
@@ -35,12 +40,12 @@ class ReplayedState(ModuleState):
         unit, _ = self._placement_of[id(parameter)]
         if self._is_busy() and (unit.streamed or unit.low_streamed):
             return
-        materialiser = self._block_store.materialiser
+        materialiser = self._materialiser
         pending = materialiser.pending(unit) > 0
         is_exact = all(part.frozen or part.wire is torch.float32 for part in unit.parts)
         keeps_bits = is_exact or materialiser.folds(unit, step=materialiser.log.length)
         with torch.inference_mode(False):
-            if self._is_shared(unit) or not all(part.viewable for part in unit.parts) or (pending and not keeps_bits):
+            if self._is_shared(unit) or not unit.viewable or (pending and not keeps_bits):
                 if not self._is_busy():
                     self._show_copies(unit, step=materialiser.log.length)
                 return
@@ -63,22 +68,15 @@ class ReplayedState(ModuleState):
         """The parameter's weights of the current step: itself if they are stored so on the device, else a copy on the
         host."""
         unit, _ = self._placement_of[id(parameter)]
-        if (
-            not unit.streamed
-            and not self._block_store.materialiser.pending(unit)
-            and all(part.viewable for part in unit.parts)
-        ):
+        if not unit.streamed and not self._materialiser.pending(unit) and unit.viewable:
             return parameter.detach()
-        key = (id(unit), self._block_store.materialiser.log.length)
+        key = (id(unit), self._materialiser.log.length)
         if self._cached is None or self._cached[:2] != key:
             with torch.inference_mode(False):
-                views = self._block_store.materialiser.materialise_clean(
-                    unit, scratch=self._block_store.materialiser.scratch_for(unit)
-                )
-                copies = {
-                    id(p.parameter): view.to("cpu", copy=True) for p, view in zip(unit.placed, views, strict=True)
-                }
-                self._block_store.materialiser.release_clean(unit)
+                views = self._materialiser.materialise_clean(unit, scratch=self._materialiser.scratch_for(unit))
+                placed = zip(unit.placed, views, strict=True)
+                copies = {id(p.parameter): view.to("cpu", copy=True) for p, view in placed}
+                self._materialiser.release_clean(unit)
             self._cached = (*key, copies)
         copy = self._cached[2].pop(id(parameter), None)
         if copy is None:  # read before: by a tied weight's other name, or by another caller
@@ -90,25 +88,25 @@ class ReplayedState(ModuleState):
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         """Replaces the parameter's weights. Where ranks share a host store, all of them must call it."""
         unit, placed = self._placement_of[id(parameter)]
-        self._block_store.materialiser.fold_now(unit)
+        self._materialiser.fold_now(unit)
         with self._block_store.rewriting(unit) as writes:
             if writes(unit):
                 unit.store_one(placed, value)
         self._block_store.base.discard(placed.name)
         unit.bind_stored()
-        self._block_store.materialiser.runtime.invalidate_slots()
+        self._materialiser.runtime.invalidate_slots()
         self._cached = None
         self.on_write()
 
     def _before_load(self, unit: Unit) -> None:
         """Folds the unit before new values are loaded into it."""
-        self._block_store.materialiser.fold_now(unit)
+        self._materialiser.fold_now(unit)
 
     @torch.no_grad()
     def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
-        views = self._block_store.materialiser.materialise_fp32(unit)
+        views = self._materialiser.materialise_fp32(unit)
         found = next(v for p, v in zip(unit.placed, views, strict=True) if p is placed).clone()
-        self._block_store.materialiser.release_clean(unit)
+        self._materialiser.release_clean(unit)
         return found
 
     # Closing
@@ -120,7 +118,7 @@ class ReplayedState(ModuleState):
         that were stored in fewer bits are left unread if their source can be read again."""
         store, are_current = self._block_store, True
         for unit in store.placement.units:
-            if not all(part.viewable for part in unit.parts):
+            if not unit.viewable:
                 self._return_narrow_unit(unit)
             elif store.shared is not None and unit.streamed:
                 are_current &= self._return_shared_unit(unit, store.shared)
@@ -150,7 +148,7 @@ class ReplayedState(ModuleState):
         """Leaves a unit of a host store that ranks share in the module. Ranks close at different times, so nothing in
         the shared memory is changed. If updates are pending, every rank needs a private copy. Returns False if the
         machine has no memory for these copies: the module then keeps the stored weights, which lack these updates."""
-        pending = self._block_store.materialiser.pending(unit)
+        pending = self._materialiser.pending(unit)
         if pending and not store.has_room_for(unit.nbytes * store.partition.size):
             return False
         self._block_store.runtime.host_wait(unit)

@@ -17,6 +17,7 @@ from ds_zo.backends.common.stray_weights import used_outside
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.lockstep import Lockstep
 from ds_zo.backends.zo.loss_terms import marked_results
+from ds_zo.backends.zo.materialise import Materialiser
 from ds_zo.backends.zo.outputs import floats_of, with_floats
 from ds_zo.backends.zo.scratch_overlap import ScratchOverlap, has_room
 from ds_zo.logs import show
@@ -48,13 +49,9 @@ class WorkingCopies:
         self._device = device
         self._placement = block_store.placement
         self._training = False
-        self._entered: dict[int, list[Unit]] = {}
-        """The units that the call of an outer module materialised, by `id(module)`."""
         self._made_pass_long: set[int] = set()
         """Units that became pass-long after the model was placed (`make_pass_long`), by id."""
         self.overlap = ScratchOverlap()
-        self._as_tuple = {id(unit): (unit,) for unit in self._placement.blocks}
-        """Each block in a tuple of its own: `ScratchOverlap` compares sequences of units by identity."""
         self._materialised_by: dict[int, nn.Module] = {}
         """For an evaluation: the module whose call materialised a unit that several modules may materialise, by the
         unit's id."""
@@ -96,6 +93,10 @@ class WorkingCopies:
         return made
 
     @property
+    def _materialiser(self) -> Materialiser:
+        return self._block_store.materialiser  # another one after the slots were made anew
+
+    @property
     def streams(self) -> bool:
         """Whether any block streams from the host."""
         return any(unit.streamed for unit in self._placement.blocks)
@@ -111,7 +112,7 @@ class WorkingCopies:
         The first training forward would make the same folds."""
         if not self._training:
             with torch.inference_mode(False), torch.no_grad():
-                self._block_store.materialiser.fold_now(*self._placement.leaf_units, *self._placement.ambient)
+                self._materialiser.fold_now(*self._placement.leaf_units, *self._placement.ambient)
 
     def close(self) -> None:
         """Removes all hooks."""
@@ -127,12 +128,12 @@ class WorkingCopies:
             self._training = True
             self._passes_ahead.clear()
             self.overlap.clear()
-            self._block_store.materialiser.begin_pass()
+            self._materialiser.begin_pass()
             self._fill_pass_long()
             yield
         finally:
             self._training = False
-            self._block_store.materialiser.end_pass()
+            self._materialiser.end_pass()
             self._bind_all_stored()
             self.overlap.clear()
 
@@ -153,9 +154,7 @@ class WorkingCopies:
         """Pre-hook of a block: materialises its weights for the pass that calls it."""
         enclosing = self.overlap.enclosing(self._index)
         if not self._training:
-            self._enter_clean(
-                unit, self._temporary_scratch(unit) if enclosing else self._block_store.materialiser.scratch
-            )
+            self._enter_clean(unit, self._temporary_scratch(unit) if enclosing else self._materialiser.scratch)
         else:
             _remove(self._unused.pop(id(unit), ()))
             if enclosing:
@@ -164,7 +163,7 @@ class WorkingCopies:
                 self._pause(unit)
             else:
                 self._make_ready(unit, self._lockstep.current, last=True)
-        self.overlap.enter(self._index, self._as_tuple[id(unit)])
+        self.overlap.enter(self._index, module, (unit,))
 
     def _temporary_scratch(self, *units: Unit) -> torch.Tensor:
         """Memory for copies of the units, apart from the shared scratch."""
@@ -177,7 +176,7 @@ class WorkingCopies:
 
     def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook after a block: releases its weights once the last pass has run it."""
-        self.overlap.leave(self._index, self._as_tuple[id(unit)])
+        self.overlap.leave(self._index, module)
         kept = self._outside_shared_buffers(output)
         if not self._training:
             self._leave_clean(unit)
@@ -186,20 +185,17 @@ class WorkingCopies:
             self._passes_ahead.add(self._lockstep.current)
             if self._lockstep.current < self._num_passes - 1:
                 return kept  # later passes have still to run the block
-        self._block_store.materialiser.release_block(unit)
+        self._materialiser.release_block(unit)
         return kept
 
     def _outside_shared_buffers(self, output: Any) -> Any:
         """Returns the output with copies in place of tensors that lie in a shared buffer, which the next unit
         overwrites. Returns None if there are no such tensors."""
         if isinstance(output, torch.Tensor):
-            return output.detach().clone() if self._block_store.materialiser.is_in_shared_buffer(output) else None
+            return output.detach().clone() if self._materialiser.is_in_shared_buffer(output) else None
         is_flat = isinstance(output, tuple) and all(x is None or isinstance(x, torch.Tensor) for x in output)
         leaves = output if is_flat else tree_flatten(output)[0]  # flattening takes longer than a small block's launches
-        if not any(
-            isinstance(leaf, torch.Tensor) and self._block_store.materialiser.is_in_shared_buffer(leaf)
-            for leaf in leaves
-        ):
+        if not any(isinstance(x, torch.Tensor) and self._materialiser.is_in_shared_buffer(x) for x in leaves):
             return None
         return tree_map_only(
             torch.Tensor, lambda leaf: leaf if (own := self._outside_shared_buffers(leaf)) is None else own, output
@@ -214,7 +210,7 @@ class WorkingCopies:
     @torch.no_grad()
     def _make_ready(self, unit: Unit, index: int, *, last: bool) -> None:
         """Materialises the block for pass `index`, and binds its parameters to that copy."""
-        views = self._block_store.materialiser.materialise_block(unit, index=index, last=last)
+        views = self._materialiser.materialise_block(unit, index=index, last=last)
         if views is not None:
             unit.bind(views)
 
@@ -233,18 +229,13 @@ class WorkingCopies:
         if self._training:
             self.overlap.note_outer(entering, enclosing, at=at)
             self._wait_for_room((at or 0) + sum(unit.scratch_nbytes for unit in entering))
-        self._entered[id(module)] = entering
-        self.overlap.enter(self._index, entering)
+        self.overlap.enter(self._index, module, entering)
         shares = self._training or has_room(enclosing, at=at)
-        scratch = self._block_store.materialiser.scratch[at:] if shares else self._temporary_scratch(*entering)
+        scratch = self._materialiser.scratch[at:] if shares else self._temporary_scratch(*entering)
         for unit in entering:
             if self._training:
                 with torch.no_grad():
-                    unit.bind(
-                        self._block_store.materialiser.materialise_outer(
-                            unit, index=self._lockstep.current, scratch=scratch
-                        )
-                    )
+                    unit.bind(self._materialiser.materialise_outer(unit, index=self._index, scratch=scratch))
                 self._unused.pop(id(unit), None)
             else:
                 self._enter_clean(unit, scratch)
@@ -254,15 +245,13 @@ class WorkingCopies:
         """Waits for the other passes if `nbytes` of scratch would overwrite a block's second copy that they still read.
         Every pass reaches this point with the same `nbytes`, so all of them pause."""
         is_ahead = self._lockstep.inside and self._lockstep.current in self._passes_ahead
-        if is_ahead and nbytes > self._block_store.materialiser.free_nbytes:
+        if is_ahead and nbytes > self._materialiser.free_nbytes:
             self._pause(_WAIT_FOR_ALL)
 
     def _leave_outer(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook after an outer module: binds its units to the stored weights."""
         kept = self._outside_shared_buffers(output)
-        entered = self._entered.pop(id(module), [])
-        self.overlap.leave(self._index, entered)
-        for unit in reversed(entered):
+        for unit in reversed(self.overlap.leave(self._index, module)):
             if self._training:
                 unit.bind_stored()
             else:
@@ -275,7 +264,7 @@ class WorkingCopies:
         """Binds the unit to a copy without noise, and disables gradients: the copy is overwritten before a backward
         could read it."""
         with torch.inference_mode(False), torch.no_grad():
-            unit.bind(self._block_store.materialiser.materialise_clean(unit, scratch=scratch))
+            unit.bind(self._materialiser.materialise_clean(unit, scratch=scratch))
         self._evaluated.append((unit, torch.is_grad_enabled()))
         torch.set_grad_enabled(False)
 
@@ -284,7 +273,7 @@ class WorkingCopies:
         if not self._evaluated or self._evaluated[-1][0] is not unit:  # entering failed
             return
         with torch.inference_mode(False), torch.no_grad():
-            self._block_store.materialiser.release_clean(unit)
+            self._materialiser.release_clean(unit)
         if torch.is_autocast_enabled(self._device.type):
             torch.clear_autocast_cache()  # it would keep a cast of every block, also of overwritten weights
         torch.set_grad_enabled(self._evaluated.pop()[1])
@@ -305,11 +294,10 @@ class WorkingCopies:
         if self._evaluated[0][1]:
             torch.set_grad_enabled(True)
         self._evaluated.clear()
-        self._entered.clear()
         self._materialised_by.clear()
         self.overlap.clear()
         with torch.no_grad():
-            self._block_store.materialiser.end_pass()
+            self._materialiser.end_pass()
         self._bind_all_stored()
 
     # Pass-long units: parameters that are needed through a whole pass
@@ -324,7 +312,7 @@ class WorkingCopies:
                     for _ in range(self._num_passes)
                 ]
             for index, copy in enumerate(self._pass_long_copies[id(unit)]):
-                self._block_store.materialiser.materialise_outer(unit, index=index, scratch=copy)
+                self._materialiser.materialise_outer(unit, index=index, scratch=copy)
 
     def bind_pass_long(self, index: int) -> None:
         """Binds pass-long units to the copies of pass `index`, which starts or resumes."""

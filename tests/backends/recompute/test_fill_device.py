@@ -13,13 +13,13 @@ import torch
 from lomo_runs import assert_equal, batches, lively, start, streamed, train, weights_of
 from zo_runs import log_lines
 
-from ds_zo.streaming import allocator, block_store, filling
+from ds_zo.streaming import allocator, block_store
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def _given(monkeypatch: pytest.MonkeyPatch, num_resident: int) -> None:
-    monkeypatch.setattr(filling, "residents_after_a_step", lambda *args, **kwargs: (num_resident, "given"))
+    monkeypatch.setattr(block_store, "residents_after_a_step", lambda *args, **kwargs: (num_resident, "given"))
 
 
 def _trained(kind: str, *, fills: bool) -> tuple[dict[str, torch.Tensor], int, list[str]]:
@@ -54,7 +54,7 @@ def test_a_step_that_waits_for_memory_is_told_of_once(kind: str, monkeypatch: py
 
 @pytest.mark.parametrize("kind", ["ZO", "LOMO"])
 def test_a_device_that_is_full_keeps_fewer_blocks_and_says_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy, runtime = filling._copy, block_store.Runtime
+    copy, runtime = block_store.BlockStore._copy_to_device, block_store.Runtime
     expected, _, _ = _trained(kind, fills=False)
 
     def fails_at(work: Callable[..., Any], calls: set[int]) -> Callable[..., Any]:
@@ -70,7 +70,7 @@ def test_a_device_that_is_full_keeps_fewer_blocks_and_says_so(kind: str, monkeyp
     # Which copies of blocks find no room, and which makings of buffers: the first is that of `initialize`.
     for wanted, copies, makings, left in ((0, (), (), 0), (2, {1}, (), 1), (3, (), {1}, 2), (3, {0}, (), 0)):
         _given(monkeypatch, wanted)
-        monkeypatch.setattr(filling, "_copy", fails_at(copy, set(copies)))
+        monkeypatch.setattr(block_store.BlockStore, "_copy_to_device", fails_at(copy, set(copies)))
         monkeypatch.setattr(block_store, "Runtime", fails_at(runtime, set(makings)))
         found, num_resident, lines = _trained(kind, fills=True)
         assert num_resident == left
@@ -83,7 +83,7 @@ def test_a_device_that_is_full_keeps_fewer_blocks_and_says_so(kind: str, monkeyp
         ) in said[0]
         assert_equal(found, expected)
 
-    monkeypatch.setattr(filling, "_copy", fails_at(copy, {0}))
+    monkeypatch.setattr(block_store.BlockStore, "_copy_to_device", fails_at(copy, {0}))
     monkeypatch.setattr(block_store, "Runtime", fails_at(runtime, {1}))
     with pytest.raises(RuntimeError, match="has no memory left for the buffers"):
         _trained(kind, fills=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_zo.backends.zo.structure import Structure
+from ds_zo.backends.zo.model_check import Structure
 
 Groups = list[dict[str, Any]]
 

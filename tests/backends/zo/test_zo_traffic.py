@@ -9,7 +9,7 @@ import pytest
 from equivalence_runs import one_step, parameters_of, zo_config, zo_engine
 from zoo import CASES
 
-from ds_zo.streaming.slots import Slot
+from ds_zo.streaming.runtime import Slot
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
