@@ -22,7 +22,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import deepspeed.comm as dist
@@ -44,7 +44,6 @@ from torch.utils.hooks import RemovableHandle
 from ds_zo import versions
 from ds_zo.backends import Backend, StepOutcome
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
-from ds_zo.backends.common.fixed_embeddings import FixedEmbeddings
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.common.weak_hooks import weakly
 from ds_zo.checkpoint.files import hash_json
@@ -54,11 +53,11 @@ from ds_zo.config.agreement import check_agreement, shared_settings
 from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr, largest_zo_lr, scheduler_warning
 from ds_zo.logs import show, show_details
 from ds_zo.plugin.checkpointing import CheckpointingEngine
-from ds_zo.plugin.gathered_parameters import Zero3Attributes, refuse_to_train_inside
+from ds_zo.plugin.gathered_parameters import refuse_to_train_inside, set_zero3_attributes
 from ds_zo.plugin.rank_check import wait_for_all_ranks
+from ds_zo.plugin.replaced_methods import refuse_resizing, replace_zero_grad
 from ds_zo.plugin.startup import EngineFacts, ModelFacts, startup_table
 from ds_zo.plugin.throughput import EventTimer
-from ds_zo.plugin.zero_grad import ZeroGrads
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.loading import read_all
 
@@ -126,6 +125,8 @@ class PluginEngine(CheckpointingEngine):
         """`time.perf_counter()` at the first forward of this accumulation window; None before it, and without a
         monitor."""
         self._background = BackgroundWriter()
+        self._undo = ExitStack()
+        """Removes what this engine has set on the module and the optimizer."""
         versions.add_engine_attributes(self)
         super().__init__(**bound)
         # DeepSpeed makes this scaler for fp16 autocast without ZeRO. It asserts on gradients, which our backends do not
@@ -140,10 +141,11 @@ class PluginEngine(CheckpointingEngine):
             device=self.device,
             process_group=self.data_parallel_group,
         )
-        self._zero_grads = ZeroGrads(self.optimizer, self.module, drop_sums=weakly(self.zero_grad))
-        self._fixed_embeddings = FixedEmbeddings(self.module)
+        replaced = replace_zero_grad(self.optimizer, self.module, drop_sums=weakly(self.zero_grad))
+        for stand_in in (*replaced, *refuse_resizing(self.module)):
+            self._undo.callback(stand_in.remove)
         if self.resolved.zero_stage == 3:
-            self._zero3_attributes = Zero3Attributes(self.optimizer, self.module)
+            self._undo.callback(set_zero3_attributes(self.optimizer, self.module))
         self._log_start(model_facts)
         _live_engines.add(self)
 
@@ -598,9 +600,7 @@ class PluginEngine(CheckpointingEngine):
             if backend is not None:
                 backend.close()
         finally:
-            for name in ("_zero_grads", "_fixed_embeddings", "_zero3_attributes"):
-                if name in self.__dict__:
-                    self.__dict__[name].close()
+            self._undo.close()
             super().destroy()
             interrupts.release()
         self._background.raise_error()

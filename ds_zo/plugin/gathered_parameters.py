@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed.comm as dist
@@ -118,37 +119,27 @@ def _check_forward(state: ModuleState, parameters: list[nn.Parameter], is_writte
     state.check_forward(parameters, is_written=is_written)
 
 
-class Zero3Attributes:
-    """Attributes of ZeRO-3 that TRL reads where the JSON says stage 3, for an engine of ours.
+def set_zero3_attributes(optimizer: Any, module: nn.Module) -> Callable[[], None]:
+    """Sets the attributes of ZeRO-3 that TRL reads where the JSON says stage 3, and returns a function that removes
+    them.
 
     Before TRL generates inside `GatheredParameters`, it removes the hooks of `optimizer.parameter_offload`, and it
     registers them afterwards: there are none. Its fused losses gather parameters whose `ds_status` is not AVAILABLE:
     our engines show a weight wherever it is read.
     """
+    parameters = list(module.parameters())
+    optimizer.parameter_offload = SimpleNamespace(
+        module=_NoParameters(), forward_hooks=[], backward_hooks=[], _register_deepspeed_module=lambda module: None
+    )
+    for parameter in parameters:
+        parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
-    def __init__(self, optimizer: Any, module: nn.Module) -> None:
-        self._optimizer, self._parameters = optimizer, list(module.parameters())
-        optimizer.parameter_offload = _NoHooks()
-        for parameter in self._parameters:
-            parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    def remove() -> None:
+        vars(optimizer).pop("parameter_offload", None)
+        for parameter in parameters:
+            vars(parameter).pop("ds_status", None)
 
-    def close(self) -> None:
-        """Removes the attributes."""
-        for owner, name in ((self._optimizer, "parameter_offload"), *((p, "ds_status") for p in self._parameters)):
-            vars(owner).pop(name, None)
-        self._parameters = []
-
-
-class _NoHooks:
-    """Has what TRL uses of DeepSpeed's `DeepSpeedZeRoOffload`."""
-
-    def __init__(self) -> None:
-        self.module = _NoParameters()
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
-
-    def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Registers nothing."""
+    return remove
 
 
 class _NoParameters(nn.Module):

@@ -120,8 +120,11 @@ def _device_memory(config: Resolved, summary: StartupSummary) -> str:
 def _host_memory(summary: StartupSummary) -> str:
     if not summary.host_bytes:
         return "0 GB: weights and states are on the device"
-    pinned = f", {format_bytes(summary.pinned_bytes)} pinned" if summary.pinned_bytes else ", not pinned"
-    return f"{_sizes(summary.host_bytes)}{pinned}{summary.host_note and f', {summary.host_note}'}"
+    pinned = f"{format_bytes(summary.pinned_bytes)} pinned" if summary.pinned_bytes else "not pinned"
+    if summary.ring_bytes:
+        ring = f"a pinned ring of {summary.ring_bytes / 2**20:.0f} MiB over pageable memory"
+        pinned = f"{pinned}, the rest through {ring}" if summary.pinned_bytes else ring
+    return ", ".join(filter(None, (_sizes(summary.host_bytes), pinned, summary.host_note)))
 
 
 def _learning_rate(facts: EngineFacts) -> str:

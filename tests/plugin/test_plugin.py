@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -837,7 +838,7 @@ def test_the_table_says_why_weights_are_written_back_so_often(stream, offload, s
     assert ("without low bits" in rows["weights"]) == ("master" in stream)
 
 
-def test_the_table_of_a_gpu(seen):
+def test_the_table_of_a_gpu(seen, monkeypatch):
     """Its texts, without a GPU: blocks are moved and the interval is chosen after the first step."""
     engine = start(streamed("ZO"), tiny_model("llama").to(torch.bfloat16))
     store = engine.backend.block_store
@@ -854,6 +855,12 @@ def test_the_table_of_a_gpu(seen):
     assert rows["model"].endswith("all trained, bfloat16"), "the model's dtype, which this JSON does not name"
     assert rows["learning rate"] == "0.001, 0.0001, no scheduler"
     assert rows["ranks"] == "3, each with its own batch"
+    ring = "a pinned ring of 512 MiB over pageable memory"
+    monkeypatch.setattr(store.store, "_ring", SimpleNamespace(nbytes=512 * 2**20))
+    for pinned, said in ((0, ring), (999, f"1.0 kB pinned, the rest through {ring}")):
+        monkeypatch.setattr(store.store, "pinned_nbytes", pinned)
+        text = startup_table(engine.resolved, facts, engine.backend.startup_summary())
+        assert rows["host"].replace("not pinned", said) in text.splitlines()[5]
     assert [format_bytes(n) for n in (999, 10**6, 10**8, 14 * 10**9)] == ["1.0 kB", "1.0 MB", "0.10 GB", "14.00 GB"]
 
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from ds_zo.backends.adapter.activations import HostInputs
 from ds_zo.backends.common.plain_copies import StandIn
-from ds_zo.backends.common.startup import StartupSummary, nonzero
+from ds_zo.backends.common.startup import StartupSummary, formats_of, summary_of_blocks
 from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.planner.choices import WIRE
@@ -35,8 +34,6 @@ _ROOM = 3
 
 class FrozenBlockStore(RecomputedBlockStore):
     """Stores the frozen parameters of blocks, and decodes a block's weights when it is materialised."""
-
-    fills_after: ClassVar[str] = "the second step"
 
     def __init__(
         self,
@@ -109,12 +106,12 @@ class FrozenBlockStore(RecomputedBlockStore):
         return super().saving_inputs(tensors) if self.host_inputs is None else self.host_inputs.saving(tensors)
 
     def startup_summary(self) -> StartupSummary:
-        found, blocks = super().startup_summary(), self.placement.blocks
-        stored = "/".join(sorted({part.stored_as for unit in blocks for part in unit.parts}))
-        return replace(
-            found,
-            weights=found.weights + (f", blocks stored as {stored}" if blocks else ""),
-            device_bytes={**found.device_bytes, **nonzero([("scratch", self._scratch.numel())])},
+        formats = formats_of(self.placement.blocks)
+        return summary_of_blocks(
+            self,
+            stored_as=f", blocks stored as {formats}" if formats else "",
+            scratch_nbytes=self._scratch.numel(),
+            fills_after="the second step",
         )
 
     def check_frozen(self) -> None:
@@ -148,9 +145,8 @@ class FrozenModuleState(RecomputedModuleState):
         super().__init__(block_store, module)
         self._save: StandIn | None = None
         if hasattr(module, "peft_config") and hasattr(module, "save_pretrained"):
-            save: Callable[..., Any] = module.save_pretrained  # type: ignore[assignment]
-            self._save = StandIn(partial(self._save_adapters, save), save)
-            object.__setattr__(module, "save_pretrained", self._save)
+            save = partial(self._save_adapters, module.save_pretrained)
+            self._save = StandIn.put(module, "save_pretrained", save)
 
     @contextmanager
     def encoded_unread(self) -> Iterator[None]:
@@ -227,8 +223,8 @@ class FrozenModuleState(RecomputedModuleState):
             self.stop_intercepting()
             self.release_all(rebind=True)
             self._return_encoded()
-        if self._save is not None and self._module.__dict__.get("save_pretrained") is self._save:
-            object.__delattr__(self._module, "save_pretrained")
+        if self._save is not None:
+            self._save.remove()
         super().close()
 
     @torch.no_grad()

@@ -59,9 +59,7 @@ class ModuleState(ABC):
         for unit, placed in self._placement_of.values():
             self._attach_accessors(placed.parameter, partial(self._full_fp32, unit, placed))
         self._module = module
-        self._apply = StandIn(self._ignore_move, module._apply) if self._placement_of else None
-        if self._apply is not None:
-            object.__setattr__(module, "_apply", self._apply)
+        self._apply = StandIn.put(module, "_apply", self._ignore_move) if self._placement_of else None
         self.intercept()
 
     # Reads and writes of a parameter itself: [Note: direct access to parameters]
@@ -187,8 +185,8 @@ class ModuleState(ABC):
         self._units = []
         for handle in self._handles:
             handle.remove()
-        if self._apply is not None and self._module.__dict__.get("_apply") is self._apply:
-            object.__delattr__(self._module, "_apply")
+        if self._apply is not None:
+            self._apply.remove()
         for _, placed in self._placement_of.values():
             self._detach_accessors(placed.parameter)
 

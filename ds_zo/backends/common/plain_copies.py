@@ -43,6 +43,26 @@ class StandIn:
         update_wrapper(self, method)
         self._call = call
         self._method = method
+        self._place: tuple[Any, str, Any] | None = None
+        """The object, the method's name, and the attribute of that name that the object had itself before, or None."""
+
+    @classmethod
+    def put(cls, owner: Any, name: str, call: Callable[..., Any]) -> StandIn:
+        """Replaces a method of one object until `remove`."""
+        found = cls(call, getattr(owner, name))
+        found._place = owner, name, vars(owner).get(name)
+        object.__setattr__(owner, name, found)
+        return found
+
+    def remove(self) -> None:
+        """Puts the original back, unless other code has replaced this stand-in."""
+        if self._place is None or vars(self._place[0]).get(self._place[1]) is not self:
+            return
+        owner, name, before = self._place
+        if before is None:
+            object.__delattr__(owner, name)
+        else:
+            object.__setattr__(owner, name, before)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)

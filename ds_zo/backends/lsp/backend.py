@@ -385,7 +385,7 @@ class LSPBackend(Backend):
             base,
             settings=self._settings_text(),
             device_bytes={**base.device_bytes, "projectors and states": footprint["device_bytes"]},
-            host_bytes={**base.host_bytes, **nonzero([("states", footprint["host_bytes"])])},
+            host_bytes={**base.host_bytes, **nonzero({"states": footprint["host_bytes"]})},
             pinned_bytes=base.pinned_bytes + self._groups.store.pinned_nbytes,
             ranks=None if ranks is None else ranks_text(self._matrices, ranks.size, owned=self._groups.has_owners),
         )

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
 from ds_zo.backends.common.pretrained import PretrainedSaving
-from ds_zo.backends.common.startup import StartupSummary, nonzero, place_of_blocks
+from ds_zo.backends.common.startup import StartupSummary, summary_of_blocks
 from ds_zo.backends.common.stray_weights import refuse_strays
 from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
 from ds_zo.checkpoint.snapshot import host_copy, persistent_buffers
@@ -51,9 +51,6 @@ class MaterialisedBlock:
 
 class RecomputedBlockStore(BlockStore):
     """Stores the weights of a model with recomputed blocks, and materialises a block's weights on the device."""
-
-    fills_after: ClassVar[str] = "the first step"
-    """When the backend calls `fill_device` first, in words."""
 
     def __init__(
         self,
@@ -228,22 +225,7 @@ class RecomputedBlockStore(BlockStore):
         )
 
     def startup_summary(self) -> StartupSummary:
-        """Placement and memory for the start-up table."""
-        blocks = self.placement.blocks
-        verb = "stream from the host"
-        if self.shards is not None:
-            verb = f"are sharded over the devices of {self.shards.partition.size} ranks"
-        pieces = 0 if self.shards is None else self.shards.nbytes
-        return StartupSummary(
-            weights=place_of_blocks(sum(u.streamed for u in blocks), len(blocks), verb=verb)
-            + (f"; blocks that fit move to the GPU after {self.fills_after}" if self.may_fill_device else ""),
-            device_bytes=nonzero(
-                [("weights", self.resident_nbytes), ("this rank's pieces", pieces), ("slots", self.slots_nbytes)]
-            ),
-            host_bytes=nonzero([("weights", self.store.nbytes if self.shards is None else 0)]),
-            pinned_bytes=self.store.pinned_nbytes if self.shards is None else 0,
-            host_note="" if self.shared is None else f"the part of one of {self.shared.partition.size} ranks",
-        )
+        return summary_of_blocks(self)
 
     def close(self, *, keep_weights: bool) -> None:
         """Frees slots and storage. `keep_weights`: the module remains usable, so its weights move to memory of this

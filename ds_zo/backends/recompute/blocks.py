@@ -174,25 +174,14 @@ class RecomputedBlock:
         self._anchor = torch.zeros((), device=block_store.device, requires_grad=True)
         """An input of each trained block's autograd node. It makes the first block's output require gradients, whose
         input does not."""
-        before = unit.module.__dict__.get("forward")
-        previous: RecomputedBlock | None = getattr(before, "_ds_zo_block", None)
-        if previous is not None:
-            previous.close()
-            before = unit.module.__dict__.get("forward")
-        self._replaced = before
-        self._forward: Callable[..., Any] = unit.module.forward
-        self._compute = self._forward if compiler is None else CompiledForward(compiler, unit.module, self._forward)
-        wrapper: Any = StandIn(torch.compiler.disable(self._call), self._forward)
-        wrapper._ds_zo_block = self
-        self._wrapper = wrapper
-        object.__setattr__(unit.module, "forward", wrapper)
+        if isinstance(left := vars(unit.module).get("forward"), StandIn):  # by an engine that could not be made
+            left.remove()
+        forward: Callable[..., Any] = unit.module.forward
+        self._compute = forward if compiler is None else CompiledForward(compiler, unit.module, forward)
+        self._stand_in = StandIn.put(unit.module, "forward", torch.compiler.disable(self._call))
 
     def close(self) -> None:
-        if self.unit.module.__dict__.get("forward") is self._wrapper:
-            if self._replaced is None:
-                object.__delattr__(self.unit.module, "forward")
-            else:
-                object.__setattr__(self.unit.module, "forward", self._replaced)
+        self._stand_in.remove()
 
     def calls(self) -> list[BlockCall]:
         """The calls that may still be recomputed, in the order in which they were made."""
