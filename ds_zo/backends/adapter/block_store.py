@@ -133,9 +133,6 @@ class FrozenModuleState(RecomputedModuleState):
     _block_store: FrozenBlockStore
 
     def __init__(self, block_store: FrozenBlockStore, module: nn.Module) -> None:
-        self._decoded: tuple[int, dict[int, torch.Tensor]] | None = None
-        """The unit that was decoded last, by its id, and copies of its weights that have not been read yet, by the
-        parameter's id."""
         self.master_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: None
         """Returns the float32 master of a trained parameter. None: it has none."""
         self.num_writes = 0
@@ -168,55 +165,28 @@ class FrozenModuleState(RecomputedModuleState):
             return torch.zeros((), dtype=p.dtype).expand(p.shape)
         return super()._read_into(state_dict, p)
 
-    @torch.no_grad()
-    def refresh(self, parameter: nn.Parameter) -> None:
-        unit, _ = self._placement_of[id(parameter)]
-        if not FrozenBlockStore.is_encoded(unit):
-            super().refresh(parameter)
-        elif not self._is_busy():
-            with torch.inference_mode(False):
-                self._show_copies(unit, step=unit.version)
+    def _is_read_whole(self, unit: Unit) -> bool:
+        return FrozenBlockStore.is_encoded(unit)
 
-    @torch.no_grad()
-    def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        unit, _ = self._placement_of[id(parameter)]
-        return self._read_encoded(unit, parameter) if FrozenBlockStore.is_encoded(unit) else super().read(parameter)
+    def _copy_whole(self, unit: Unit) -> dict[int, torch.Tensor]:
+        _check_host_memory(unit)
+        with self._block_store.materialise(unit):
+            return {id(p.parameter): p.parameter.detach().to("cpu", copy=True) for p in unit.placed}
 
-    def _read_encoded(self, unit: Unit, parameter: nn.Parameter) -> torch.Tensor:
-        if self._decoded is None or self._decoded[0] != id(unit):
-            _check_host_memory(unit)
-            with self._block_store.materialise(unit):
-                copies = {id(p.parameter): p.parameter.detach().to("cpu", copy=True) for p in unit.placed}
-            self._decoded = (id(unit), copies)
-        copy = self._decoded[1].pop(id(parameter), None)
-        if copy is None:  # it was read before
-            self._decoded = None
-            return self._read_encoded(unit, parameter)
-        return copy
-
-    @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        self._decoded = None
         self.num_writes += 1
         super().write(parameter, value)
 
-    def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-        parameter = dict(self._module.named_parameters(remove_duplicate=False)).get(name)
-        if parameter is not None and FrozenBlockStore.is_encoded(self._placement_of[id(parameter)][0]):
-            self.write(parameter, value)
-        else:
-            self.num_writes += 1
-            super().write_stored(name, target, value)
+    def read_stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return (self.read(self._parameters[name]) if name in self._parameters else value).cpu()
 
-    @torch.no_grad()
+    def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+        self.num_writes += 1
+        super().write_stored(name, target, value)
+
     def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
-        if FrozenBlockStore.is_encoded(unit):
-            return self._read_encoded(unit, placed.parameter).to(self.device, torch.float32)
         master = self.master_of(placed.parameter)
         return super()._full_fp32(unit, placed) if master is None else master.clone()
-
-    def _is_materialised_in_forward(self, unit: Unit) -> bool:
-        return unit.streamed or FrozenBlockStore.is_encoded(unit)
 
     def close(self) -> None:
         if self.owns_module() and not sys.is_finalizing():

@@ -15,7 +15,7 @@ not run blocks in different orders.) Modules outside of blocks are on the device
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -189,16 +189,6 @@ class RecomputedBlockStore(BlockStore):
 
     # Reading and writing
 
-    def collect(self, keep: Callable[[PlacedParameter, torch.Tensor], None]) -> None:
-        """Calls `keep` with every parameter and its weights, one unit at a time. All ranks call it, because sharded
-        units are gathered."""
-        for unit in self.placement.units:
-            views = [placed.parameter.detach() for placed in unit.placed]
-            if self.shards is not None and unit.is_sharded:
-                views = self.shards.whole(unit)
-            for placed, view in zip(unit.placed, views, strict=True):
-                keep(placed, view)
-
     def rewritten(self) -> None:
         """Called by every rank after writes to stored bytes: slots are uploaded again before their next use."""
         self.runtime.invalidate_slots()
@@ -206,22 +196,11 @@ class RecomputedBlockStore(BlockStore):
             self.shared.node.barrier()
 
     def describe(self) -> str:
-        gib = 2**30
         blocks, units = self.placement.blocks, self.placement.units
-        num_streamed = sum(u.streamed for u in blocks)
-        share = "" if self.shared is None else f" (the part of one of {self.shared.partition.size} ranks)"
-        placement = "stream" if self.shards is None else f"are sharded over {self.shards.partition.size} ranks' devices"
-        host = (
-            f"host: {self.store.nbytes / gib:.2f} GiB{share}, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned"
-            if self.shards is None
-            else f"this rank's pieces {self.shards.nbytes / gib:.2f} GiB"
-        )
         return (
-            f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
-            f"other modules; {num_streamed} blocks {placement}, {len(blocks) - num_streamed} stay on the device; the "
-            "backward pass recomputes every block from its inputs\n"
-            f"ds_zo: device: weights {self.resident_nbytes / gib:.2f} GiB, {len(self.runtime.slots)} slots "
-            f"{self.slots_nbytes / gib:.2f} GiB; {host}"
+            f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} other "
+            f"modules: {self.startup_summary().weights}; {len(self.runtime.slots)} slots; the backward pass recomputes "
+            "every block from its inputs"
         )
 
     def startup_summary(self) -> StartupSummary:
@@ -257,15 +236,13 @@ class RecomputedModuleState(ModuleState):
     def __init__(self, block_store: RecomputedBlockStore, module: nn.Module) -> None:
         self._block_store = block_store
         self.collected: dict[int, torch.Tensor] = {}
-        """Gathered weights in host memory, by the parameter's id. Filled on one rank inside `collecting`, else
+        """Gathered weights in host memory, by the parameter's id. Filled on rank 0 inside `readable_on_rank_0`, else
         empty."""
-        self._gathered: tuple[int, int, dict[int, torch.Tensor]] | None = None
-        """The unit that was gathered last: its id, its version, and copies of its weights that have not been read yet,
-        by the parameter's id. Callers read a block's parameters one at a time."""
+        self._copies: tuple[int, int, dict[int, torch.Tensor]] | None = None
+        """The unit that was read last as a whole: its id, its version, and copies of its weights that have not been
+        read yet, by the parameter's id. Callers read a block's parameters one at a time."""
         super().__init__(block_store.placement.units, module, device=block_store.device)
-        named = module.named_parameters(remove_duplicate=False)
-        self._sharded = {name: p for name, p in named if self._placement_of[id(p)][0].is_sharded}
-        """Parameters by name that are sharded over devices: this rank has a piece at most ([Note: device shards])."""
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self._pretrained = PretrainedSaving(module, self.read)
 
     @torch.no_grad()
@@ -276,7 +253,7 @@ class RecomputedModuleState(ModuleState):
         if self._is_busy() or unit.is_sharded:
             return
         with torch.inference_mode(False):
-            if self._is_shared(unit):
+            if self._is_shared(unit) or self._is_read_whole(unit):
                 self._show_copies(unit, step=unit.version)
             else:
                 self._block_store.runtime.prepare_host_write(unit)
@@ -284,44 +261,32 @@ class RecomputedModuleState(ModuleState):
     def _is_shared(self, unit: Unit) -> bool:
         return unit.is_sharded or (self._block_store.shared is not None and unit.streamed)
 
+    def _is_read_whole(self, unit: Unit) -> bool:
+        """Whether a parameter of the unit is read and written by way of the whole unit. True for units that are sharded
+        over devices: this rank has a piece at most ([Note: device shards])."""
+        return unit.is_sharded
+
     @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         unit, placed = self._placement_of[id(parameter)]
         if id(parameter) in self.collected:
             return self.collected[id(parameter)]
-        if unit.is_sharded:
-            return self._read_sharded(unit, parameter)
+        if self._is_read_whole(unit):
+            key = (id(unit), unit.version)
+            if self._copies is None or self._copies[:2] != key or id(parameter) not in self._copies[2]:
+                self._copies = None  # frees the last unit's copies first
+                self._copies = (*key, self._copy_whole(unit))
+            return self._copies[2].pop(id(parameter))
         if not unit.streamed:
             return parameter.detach()
         return self._stored(unit, placed).clone()
 
-    def _read_sharded(self, unit: Unit, parameter: nn.Parameter) -> torch.Tensor:
-        """Gathers a unit. All ranks call it, because all read the same parameters in the same order."""
-        if self._gathered is None or self._gathered[:2] != (id(unit), unit.version):
-            assert self._block_store.shards is not None
-            views = zip(unit.placed, self._block_store.shards.whole(unit), strict=True)
-            copies = {id(p.parameter): view.to("cpu", copy=True) for p, view in views}
-            self._gathered = (id(unit), unit.version, copies)
-        copy = self._gathered[2].pop(id(parameter), None)
-        if copy is None:  # it was read before
-            self._gathered = None
-            return self._read_sharded(unit, parameter)
-        return copy
-
-    @contextmanager
-    def collecting(self, *, keeps: bool) -> Iterator[None]:
-        """Context in which a rank with `keeps` can read all weights without the other ranks. All ranks enter it."""
-
-        def keep(placed: PlacedParameter, view: torch.Tensor) -> None:
-            if keeps:
-                self.collected[id(placed.parameter)] = view.to("cpu", copy=True)
-
-        try:
-            with torch.no_grad():
-                self._block_store.collect(keep)
-            yield
-        finally:
-            self.collected = {}
+    def _copy_whole(self, unit: Unit) -> dict[int, torch.Tensor]:
+        """Gathers a unit, and returns copies in host memory by the parameter's id. All ranks call it, because all read
+        the same parameters in the same order."""
+        assert self._block_store.shards is not None
+        views = zip(unit.placed, self._block_store.shards.whole(unit), strict=True)
+        return {id(p.parameter): view.to("cpu", copy=True) for p, view in views}
 
     # The methods of `Backend` with the same names
 
@@ -334,13 +299,29 @@ class RecomputedModuleState(ModuleState):
         return weights | (host_copy(buffers) if self.collected else buffers)
 
     def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-        if name in self._sharded:
-            self.write(self._sharded[name], value)
+        parameter = self._parameters.get(name)
+        if parameter is not None and self._is_read_whole(self._placement_of[id(parameter)][0]):
+            self.write(parameter, value)
         else:
             target.copy_(value)
 
-    def readable_on_rank_0(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._block_store.shards is None else self.collecting(keeps=dist.get_rank() == 0)
+    def stored_changed(self) -> None:
+        self._block_store.rewritten()
+
+    @contextmanager
+    def readable_on_rank_0(self) -> Iterator[None]:
+        """Sharded units are gathered, which all ranks take part in."""
+        shards = self._block_store.shards
+        try:
+            with torch.no_grad():
+                for unit in self._units if shards is not None else ():
+                    views = shards.whole(unit) if shards and unit.is_sharded else [p.parameter for p in unit.placed]
+                    for placed, view in zip(unit.placed, views, strict=True):
+                        if dist.get_rank() == 0:
+                            self.collected[id(placed.parameter)] = view.detach().to("cpu", copy=True)
+            yield
+        finally:
+            self.collected = {}
 
     def close(self) -> None:
         """Frees the block store too. The module keeps its weights, unless another engine stores them."""
@@ -352,7 +333,7 @@ class RecomputedModuleState(ModuleState):
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         unit, placed = self._placement_of[id(parameter)]
-        self._gathered = None
+        self._copies = None
         with self._block_store.rewriting(unit) as writes:
             if self._block_store.shards is not None and unit.is_sharded:
                 self._block_store.shards.write(unit, placed, value)
@@ -363,8 +344,8 @@ class RecomputedModuleState(ModuleState):
 
     @torch.no_grad()
     def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
-        if unit.is_sharded:
-            return self._read_sharded(unit, placed.parameter).to(self.device, torch.float32)
+        if self._is_read_whole(unit):
+            return self.read(placed.parameter).to(self.device, torch.float32)
         # The clone comes first, because CUDA cannot copy from memory of which only a part is pinned: shared memory.
         return self._stored(unit, placed).clone().to(self.device, torch.float32)
 
@@ -372,7 +353,7 @@ class RecomputedModuleState(ModuleState):
         self._block_store.runtime.host_wait(unit)
 
     def _is_materialised_in_forward(self, unit: Unit) -> bool:
-        return unit.streamed
+        return unit.streamed or self._is_read_whole(unit)
 
     def _stored(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
         self._block_store.runtime.host_wait(unit)
