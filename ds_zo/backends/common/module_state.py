@@ -290,9 +290,9 @@ class ModuleState(ABC):
                 found[m] = its
         return found
 
-    def check_forward(self, parameters: Sequence[nn.Parameter], *, is_written: bool) -> None:
-        """Refuses a forward that would use the stored weights of gathered parameters, if `is_written` or if a copy was
-        changed. A write through `.data` leaves no trace."""
+    def check_forward(self, parameters: Sequence[nn.Parameter], is_written: bool, *hooked: Any) -> None:
+        """Hook before the forward of a module. Refuses a forward that would use the stored weights of gathered
+        parameters, if `is_written` or if a copy was changed. A write through `.data` leaves no trace."""
         for p in parameters:
             if not self.is_gathered(p) or self._placement_of[id(p)][0].state is UnitState.MATERIALISED:
                 continue
