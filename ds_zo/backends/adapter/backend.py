@@ -23,9 +23,8 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.backends.adapter.base_hash import BaseHash
-from ds_zo.backends.adapter.block_store import resident_ids
 from ds_zo.backends.adapter.streamed import StreamedBase
-from ds_zo.backends.adapter.trained import AdapterParameters, groups_of
+from ds_zo.backends.adapter.trained import AdapterParameters, groups_of, resident_ids
 from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss

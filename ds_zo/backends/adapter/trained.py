@@ -180,3 +180,20 @@ def _check_shapes(here: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Te
 def groups_of(state: Mapping[str, Any]) -> Sequence[int]:
     """The number of parameters in each group of an optimizer's saved state."""
     return [len(group["params"]) for group in state["param_groups"]]
+
+
+def resident_ids(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> set[int]:
+    """Ids of the parameters that stay on the device in their own dtype: those that are trained, and PEFT's adapters,
+    trained or not."""
+    trained = {id(p) for group in param_groups for p in group["params"] if p.requires_grad}
+    return trained | adapter_ids(module)
+
+
+def adapter_ids(module: nn.Module) -> set[int]:
+    """Ids of the parameters of PEFT's layers, without those of the layers that they adapt."""
+    found: set[int] = set()
+    for m in module.modules():
+        base = getattr(m, "base_layer", None)
+        if hasattr(m, "adapter_layer_names") and isinstance(base, nn.Module):
+            found |= {id(p) for p in m.parameters()} - {id(p) for p in base.parameters()}
+    return found

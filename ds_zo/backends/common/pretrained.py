@@ -48,8 +48,8 @@ class PretrainedSaving:
         self._module, self._read = module, read
         self._stand_in: StandIn | None = None
         if _is_plain_pretrained(module):
-            save = partial(self._save_by_shard, module.save_pretrained)
-            self._stand_in = StandIn.put(module, "save_pretrained", save)
+            own: Any = module.save_pretrained
+            self._stand_in = StandIn.put(module, "save_pretrained", partial(self._save_by_shard, own))
 
     def close(self) -> None:
         if self._stand_in is not None:

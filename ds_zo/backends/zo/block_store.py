@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ds_zo import ops
+from ds_zo.backends.common.frozen_format import plan_frozen_format
 from ds_zo.backends.common.startup import StartupSummary, formats_of, summary_of_blocks
 from ds_zo.backends.zo.materialise import Materialiser, Noise
 from ds_zo.backends.zo.ranks import Ranks
@@ -34,8 +35,7 @@ from ds_zo.planner.zo_buffers import ZOBuffers
 from ds_zo.streaming.block_store import BlockStore
 from ds_zo.streaming.budget import fits, peak_nbytes, reset_peak_memory, usable_nbytes
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, shipped_wire
-from ds_zo.streaming.placement import Placement, plan_units
+from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.units import Unit
 
 _STREAMED_INTERVAL = {"wire": 8, "split": 16}
@@ -61,26 +61,10 @@ class ZOBlockStore(BlockStore):
         rounding = config.section.rounding
         assert rounding != "kahan"
         self.noise = Noise(settings.seed, settings.zo_eps, settings.distribution, rounding)
-        frozen_dtype: str = stream.frozen_dtype
-        if frozen_dtype == "auto" and config.stream:
-            frozen_dtype = frozen_dtype_of(module) or "auto"
-        check_frozen_dtype(module, frozen_dtype)
-        ships = frozen_dtype in ("auto", "mxfp4")
-        placement = plan_units(
-            module,
-            param_groups,
-            block_paths=stream.blocks,
-            wire=WIRE[stream.wire_dtype],
-            frozen_wire=shipped_wire(module, frozen_dtype) if ships and config.stream else WIRE[frozen_dtype],
-            split=stream.master == "split",
+        placement = plan_frozen_format(
+            module, param_groups, config, wire=WIRE[stream.wire_dtype], split=stream.master == "split"
         )
         _check_dtypes(placement)
-        if frozen_dtype != "auto" and not placement.decodes_frozen:
-            raise ConfigError(
-                f"frozen_dtype stores frozen matrices of blocks, got {frozen_dtype} and a model that "
-                "trains all of them: freeze the base model (PEFT does), or leave the key out",
-                at="ds_zo.stream.frozen_dtype",
-            )
         num_blocks = len(placement.blocks)
         num_resident = min(num_blocks, stream.resident_blocks or 0) if config.stream else num_blocks
         automatic = _STREAMED_INTERVAL[stream.master] if num_resident < num_blocks else 1
