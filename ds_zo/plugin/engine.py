@@ -14,8 +14,6 @@ import contextvars
 import copy
 import inspect
 import os
-import resource
-import sys
 import threading
 import time
 import weakref
@@ -44,7 +42,7 @@ from ds_zo import versions
 from ds_zo.backends import Backend, StepOutcome
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.interrupts import interrupts
-from ds_zo.backends.common.weak_hooks import weakly
+from ds_zo.backends.common.plain_copies import weakly
 from ds_zo.checkpoint.files import hash_json
 from ds_zo.checkpoint.writer import BackgroundWriter
 from ds_zo.config import Resolved
@@ -58,6 +56,7 @@ from ds_zo.plugin.rank_check import wait_for_all_ranks
 from ds_zo.plugin.replaced_methods import refuse_resizing, replace_zero_grad
 from ds_zo.plugin.startup import ModelFacts, log_start
 from ds_zo.plugin.throughput import EventTimer
+from ds_zo.records.environment import host_peak_gb
 from ds_zo.streaming.loading import read_all
 
 ENGINE_SIGNATURE = inspect.signature(DeepSpeedEngine.__init__)
@@ -379,7 +378,7 @@ class PluginEngine(CheckpointingEngine):
             if began is not None:
                 values["samples_per_s"] = num_samples / (time.perf_counter() - began)
             values["peak_device_gb"] = get_accelerator().max_memory_allocated() / 1e9
-            values["peak_host_gb"] = _peak_host_bytes() / 1e9
+            values["peak_host_gb"] = host_peak_gb()
             events = [(f"Train/Samples/{name}", value, self.global_samples) for name, value in values.items()]
             self.monitor.write_events(events)
 
@@ -454,11 +453,6 @@ class PluginEngine(CheckpointingEngine):
         if device is not None and device.type == "cuda":
             torch.cuda.set_device(device)  # a new thread's current device is the first
         super().__del__()
-
-
-def _peak_host_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _without_zero(config_class: DeepSpeedConfig) -> DeepSpeedConfig:

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.backends.adapter.base_hash import BaseHash
@@ -34,6 +33,7 @@ from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.snapshot import Snapshot
 from ds_zo.config import AdamWParams, Resolved
+from ds_zo.logs import warn
 from ds_zo.optim import LossScaler
 from ds_zo.streaming.allocator import warn_of_fragmentation
 from ds_zo.streaming.node import use_world_timeout
@@ -95,14 +95,13 @@ class AdapterBackend(RecomputedBackend):
         )
 
     def _warn(self) -> None:
-        if dist.is_initialized() and dist.get_rank() != 0:
-            return
         if self._base is not None and not self._base.block_store.placement.blocks and self.config.trains:
-            logger.warning(
-                "ds_zo: no block has a frozen parameter, so no block is streamed and the whole model is on the device: "
-                "freeze the base model (PEFT does), or remove zero_optimization.offload_param"
+            warn(
+                "no block has a frozen parameter, so no block is streamed and the whole model is on the device: freeze "
+                "the base model (PEFT does), or remove zero_optimization.offload_param"
             )
-        warn_of_fragmentation(self.device, budget_gb=self.config.section.stream.device_memory_gb)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            warn_of_fragmentation(self.device, budget_gb=self.config.section.stream.device_memory_gb)
 
     # Forward and backward
 

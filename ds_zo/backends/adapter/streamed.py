@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -218,18 +218,17 @@ class StreamedBase(SingleBackward):
         super().__init__(module, block_store)
         self._module = module
         self.state = FrozenModuleState(block_store, module)
-        self._has_checked_strays = False
 
     @contextmanager
     def forward_pass(self, call: Mapping[str, Any]) -> Iterator[None]:
-        """Context of a training forward. `call`: the keywords of the forward. One forward is checked for weights that
-        are used outside of their blocks."""
+        """Context of a training forward. `call`: the keywords of the forward."""
         refuse_router_logits(self._module, call)
         self.block_store.check_frozen()
-        checked = nullcontext() if self._has_checked_strays else self.block_store.strays_refused()
-        with forward_pass(self.block_store, self.blocks, self.block_store.start_forward), checked:
+        with (
+            forward_pass(self.block_store, self.blocks, self.block_store.start_forward),
+            self.block_store.first_forward_checked(),
+        ):
             yield
-        self._has_checked_strays = True
 
     def close(self) -> None:
         super().close()

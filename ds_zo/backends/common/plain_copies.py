@@ -8,6 +8,7 @@ that an engine sets on a module is a `Hook` or a `StandIn`.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
@@ -34,6 +35,18 @@ class Hook:
 
 def _nothing(*args: Any) -> None:
     pass
+
+
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """A hook that calls a bound method with `first` before its other arguments. It does not keep the method's object
+    alive, and does nothing once the object is freed: a hook outlives an engine that was dropped without `destroy`."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = found()
+        return None if alive is None else alive(*first, *args)
+
+    return Hook(call)
 
 
 class StandIn:

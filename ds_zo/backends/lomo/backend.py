@@ -90,8 +90,6 @@ class LOMOBackend(RecomputedBackend):
         self._window = AccumulationWindow(
             SkippedUpdates(device), accumulation=self.settings.accumulation, params_at=config.params_at
         )
-        self._has_checked_strays = False
-        """One forward was checked for weights of streamed blocks that are used outside of their block."""
         self._block_store = None
         if self.places_parameters(config):
             self._block_store = RecomputedBlockStore(
@@ -201,10 +199,9 @@ class LOMOBackend(RecomputedBackend):
             forward_pass(store, self._passes.blocks, store.start_forward)
             if store is not None and trains
             else nullcontext(),
-            store.strays_refused() if store is not None and not self._has_checked_strays else nullcontext(),
+            nullcontext() if store is None else store.first_forward_checked(),
         ):
             output = self.module(*args, **kwargs)
-        self._has_checked_strays = True
         if self._foreign_leaves is not None:
             self._foreign_leaves.record_forward((args, kwargs), output)
         return output

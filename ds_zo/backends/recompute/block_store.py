@@ -32,7 +32,7 @@ from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
 from ds_zo.checkpoint.snapshot import host_copy, persistent_buffers
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.streaming.block_store import BlockStore
-from ds_zo.streaming.budget import DeviceBytes, device_bytes, reset_peak_memory
+from ds_zo.streaming.budget import device_bytes, reset_peak_memory
 from ds_zo.streaming.device_shards import DeviceShardRuntime
 from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.loading import check_frozen_dtype
@@ -74,24 +74,21 @@ class RecomputedBlockStore(BlockStore):
             check_frozen_dtype(module, "auto")
             placement = plan_units(module, param_groups, block_paths=stream.blocks, split=False)
             placement.scratch_nbytes = 0  # updates are made in place
-        units = placement
-        num_slots = stream.device_slots if stream.overlap else 1
-
-        def needed(num_resident: int) -> DeviceBytes:
-            sizes = device_bytes(units, num_resident=num_resident, num_slots=num_slots)
-            return replace(sizes, scratch=units.scratch_nbytes)
-
+        units, num_slots = placement, stream.device_slots if stream.overlap else 1
         super().__init__(
             module,
             config,
             placement=placement,
             num_resident=min(len(placement.blocks), stream.resident_blocks or 0),
-            needed=needed,
+            needed=lambda num_resident: replace(
+                device_bytes(units, num_resident=num_resident, num_slots=num_slots), scratch=units.scratch_nbytes
+            ),
             device=device,
             process_group=process_group,
             remedy="raise it or keep fewer blocks resident",
         )
         self._module = module
+        self._has_checked_strays = False
         self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """The parameters' views of a slot and the slot's buffer, by the ids of unit and slot."""
         self._make_buffers()
@@ -163,12 +160,14 @@ class RecomputedBlockStore(BlockStore):
     def is_materialised(self, unit: Unit) -> bool:
         return unit.in_use
 
-    def strays_refused(self) -> AbstractContextManager[None]:
-        """Context of a forward that raises where a block's weight is used outside of its block. It does nothing for a
-        module that the user has compiled."""
-        if is_compiled_by_user(self._module):
-            return nullcontext()
-        return refuse_strays(self.placement.blocks)
+    @contextmanager
+    def first_forward_checked(self) -> Iterator[None]:
+        """Context of each forward. The first one raises where a block's weight is used outside of its block, unless the
+        user has compiled the module."""
+        checks = not self._has_checked_strays and not is_compiled_by_user(self._module)
+        with refuse_strays(self.placement.blocks) if checks else nullcontext():
+            yield
+        self._has_checked_strays = True
 
     @property
     def has_materialised(self) -> bool:
@@ -211,19 +210,15 @@ class RecomputedBlockStore(BlockStore):
         process. Parameters that are sharded over devices are left without elements, as by DeepSpeed, because no rank
         has more than a piece of them."""
         self.wait()
-        if self.shards is not None and keep_weights:
-            for unit in self.placement.blocks:
-                if unit.is_sharded:
-                    unit.bind(torch.empty(0, dtype=p.parameter.dtype, device=self.device) for p in unit.placed)
-                    for placed in unit.placed:
-                        placed.parameter._ds_zo_left = True  # type: ignore[attr-defined]
-        if self.shared is not None and keep_weights:
-            for unit in self.placement.blocks:
-                if unit.streamed:
-                    unit.assign_buffers(
-                        self.shared.private(unit.store_buffer), None, streamed=False, low_streamed=False
-                    )
-                    unit.bind_stored()
+        for unit in self.placement.blocks if keep_weights else ():
+            if unit.is_sharded:
+                unit.bind(torch.empty(0, dtype=p.parameter.dtype, device=self.device) for p in unit.placed)
+                for placed in unit.placed:
+                    placed.parameter._ds_zo_left = True  # type: ignore[attr-defined]
+            elif self.shared is not None and unit.streamed:
+                own = self.shared.private(unit.store_buffer)
+                unit.assign_buffers(own, None, streamed=False, low_streamed=False)
+                unit.bind_stored()
         self.runtime.wait_for_copies()
         self._views.clear()
         self.runtime.free_buffers()

@@ -235,13 +235,15 @@ class RecomputedBlock:
     def _copy_own_weights(self, leaves: Sequence[Any]) -> list[Any]:
         """Replaces outputs that are weights of the block (prompts, tables) by copies, because the next block will
         overwrite the slot that holds these weights."""
-        slot_storages = {
-            placed.parameter.untyped_storage().data_ptr() for placed in self.unit.placed if self.unit.streamed
-        }
-        return [
-            leaf.clone() if isinstance(leaf, torch.Tensor) and _storage_ptr(leaf) in slot_storages else leaf
-            for leaf in leaves
-        ]
+        if not self.unit.streamed:
+            return list(leaves)
+        slot_storages = {placed.parameter.untyped_storage().data_ptr() for placed in self.unit.placed}
+
+        def is_weight(leaf: Any) -> bool:
+            is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+            return is_dense and leaf.untyped_storage().data_ptr() in slot_storages
+
+        return [leaf.clone() if is_weight(leaf) else leaf for leaf in leaves]
 
     def _has_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an argument is a key-value cache of transformers. Raises in training mode."""
@@ -382,10 +384,6 @@ def _is_mapping(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     """A UserDict as a dict, which torch flattens."""
     return value.data if type(value) is UserDict else value
-
-
-def _storage_ptr(tensor: torch.Tensor) -> int | None:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
 
 
 def _no_autocast_cache(device: torch.device) -> torch.autocast:
