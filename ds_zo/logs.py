@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import deepspeed.comm as dist
-from deepspeed.utils import logger
+from deepspeed.utils import log_dist, logger
 
 
 def show(text: str) -> None:
@@ -15,6 +15,11 @@ def show(text: str) -> None:
     """
     if logger.getEffectiveLevel() <= logging.WARNING:
         _emit(text, logging.INFO, "show")
+
+
+def warn(text: str, *, level: int = logging.WARNING) -> None:
+    """Logs a warning on rank 0."""
+    log_dist(f"ds_zo: {text}", ranks=[0], level=level)
 
 
 def show_details(text: str) -> None:

@@ -20,6 +20,7 @@ from ds_zo.config.registry import entry_of, unknown_optimizer
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.rules import REFUSED, check_top_level
+from ds_zo.config.section import NEED_STREAMING
 from ds_zo.config.starting_rates import StartingRate, starting_rate
 from ds_zo.config.stock import block, is_on, lookup, read_stock
 from ds_zo.versions import REMOVED_FEATURES
@@ -62,7 +63,6 @@ _DEFAULT_LR = 1e-3
 """Learning rate of Adam and AdamW where the JSON names none."""
 _MAX_DECAY = 1000.0
 _LOSS_SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-_STREAM_LIMITS = ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype", "offload_activations")
 _STREAM_BUFFERS = ("device_slots", "overlap", "reuse_buffers")
 _ON_HOST = {"device": "cpu", "pin_memory": True}
 _READERS = {
@@ -334,7 +334,7 @@ def _convert_section(draft: Draft, *, device_memory_gb: float | None) -> None:
         draft.remove(f"{at}.rounding", why)
     if not draft.streams:
         shards = stage == 3 and entry.shards_device
-        for key in _STREAM_LIMITS if shards else (*_STREAM_LIMITS, *_STREAM_BUFFERS):
+        for key in NEED_STREAMING if shards else (*NEED_STREAMING, *_STREAM_BUFFERS):
             draft.remove(f"{at}.stream.{key}", "no block streams")
 
 

@@ -11,7 +11,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from ds_zo.config.errors import ConfigError, is_near, keys_of, shown, suggestion
 from ds_zo.config.resolved import Resolved
-from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
+from ds_zo.config.section import NEED_STREAMING, CheckpointConfig, DsZoConfig, StreamConfig
 from ds_zo.config.stock import DTYPE_NAMES, is_on, known_keys, lookup
 from ds_zo.versions import REMOVED_FEATURES, refuses_removed_features
 
@@ -174,9 +174,8 @@ def _check_streaming(config: Resolved) -> None:
     """Refuses keys that limit memory only with streaming where streaming is off."""
     if config.stream:
         return
-    stream = config.section.stream
-    for key in ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype", "offload_activations"):
-        value = getattr(stream, key)
+    for key in NEED_STREAMING:
+        value = getattr(config.section.stream, key)
         if value is not None and value is not False and value != "auto":
             text = (
                 f"{key} needs block streaming, got {shown(value)} without it; set "

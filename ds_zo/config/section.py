@@ -15,6 +15,9 @@ FrozenDtype = Literal["auto", "bf12", "fp8", "nf4", "mxfp4"]
 BackendName = NewType("BackendName", str)
 """The name of a registered backend, in lower case."""
 
+NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype", "offload_activations")
+"""Keys of `ds_zo.stream` that have no effect unless blocks stream."""
+
 
 class StreamConfig(ConfigModel):
     """Streaming of blocks between host and device, when `zero_optimization.offload_param.device` is "cpu"."""

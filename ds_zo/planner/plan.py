@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_zo.config.registry import BackendEntry, backend_names, entries, entry_of, imported
 from ds_zo.config.resolve import resolve
-from ds_zo.config.section import StreamConfig
+from ds_zo.config.section import NEED_STREAMING, StreamConfig
 from ds_zo.config.stock import parse
 from ds_zo.planner.estimate import Estimate, Limits
 from ds_zo.planner.models import Dtype, Model, load_model
@@ -24,8 +24,6 @@ from ds_zo.planner.stock import (
     estimate_zero_offload,
 )
 
-_NEED_STREAMING = ("device_memory_gb", "resident_blocks", "wire_dtype", "frozen_dtype", "offload_activations")
-"""Keys of `ds_zo.stream` that need streaming. One of them in the section means that the user wants blocks to stream."""
 _IN_BF16 = ("zero-offload-bf16", "zero-3-bf16", "zero-3-gpu-params-bf16")
 _BF16_ONLY = "its states are in bf16, as the weights must be: plan it in bf16 (--dtype)"
 _NARROWER: tuple[dict[str, str], ...] = (
@@ -199,7 +197,7 @@ def plan(
     if batch < 1 or seq < 2:
         raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {seq} (--batch, --seq)")
     section = parse(StreamConfig, dict(stream or {}), at="ds_zo.stream")
-    values = [getattr(section, key) for key in _NEED_STREAMING]
+    values = [getattr(section, key) for key in NEED_STREAMING]  # a user who sets one wants blocks to stream
     if offload is None and any(value is not None and value is not False and value != "auto" for value in values):
         offload = True
     options = Options(section, dict(params or {}), offload, checkpointing, is_only=len(chosen) == 1)

@@ -7,9 +7,9 @@ in place of pickles. Data-parallel ranks have the same weights, so one rank writ
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import nullcontext
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
 
+import ds_zo
 from ds_zo.backends.common.weight_access import WeightAccess
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.adapters import base_of, description
@@ -32,6 +33,7 @@ from ds_zo.checkpoint.stock import model_source, plain_loading
 from ds_zo.checkpoint.trajectory import Trajectory
 from ds_zo.checkpoint.writer import BackgroundWriter, SaveRequest, check_tag, write_checkpoint
 from ds_zo.config import Resolved
+from ds_zo.logs import warn
 
 _T = TypeVar("_T")
 _WARN_AFTER_S = 1.0
@@ -140,7 +142,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             tag=tag,
             backend=self.resolved.backend,
             global_steps=self.global_steps,
-            ds_zo_version=_version(),
+            ds_zo_version=ds_zo.__version__,
             snapshot=snapshot,
             state=written_state,
             extra_files=extra_files,
@@ -266,7 +268,8 @@ class CheckpointingEngine(DeepSpeedEngine):
         if not load_module_only:
             self._load_counters(saved, load_lr_scheduler_states)
         if resume:
-            _load_groups(self.optimizer, groups)
+            for group, values in zip(self.optimizer.param_groups, groups, strict=True):
+                group.update({name: value for name, value in values.items() if name != "params"})
             self._load_rank_state(saved.engine_state["ranks"])
             self._continue_trajectory(saved, folder, logs, newest=tag is None)
         return str(saved.folder), client
@@ -339,13 +342,60 @@ class CheckpointingEngine(DeepSpeedEngine):
         self.global_samples += num_steps * self.train_batch_size()
         accumulation = self.gradient_accumulation_steps()
         self.micro_steps = (self.micro_steps // accumulation + num_steps) * accumulation
-        log_dist(
-            f"ds_zo: {num_steps} steps after the checkpoint were recorded in the trajectory and replayed: the run is "
-            f"at step {self.global_steps}; client_state and random states are those of the checkpoint; load_checkpoint "
-            "with a tag replays none",
-            ranks=[0],
-            level=logging.WARNING,
+        warn(
+            f"{num_steps} steps after the checkpoint were recorded in the trajectory and replayed: the run is at step "
+            f"{self.global_steps}; client_state and random states are those of the checkpoint; load_checkpoint with a "
+            "tag replays none"
         )
+
+    # Weights by name, and DeepSpeed's own checkpoints
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        with self.backend.frozen_unread() if exclude_frozen_parameters else nullcontext():
+            state = self.backend.module_state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, parameter in self.module.named_parameters():
+                if not parameter.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole weights on the host, for rank 0; None on other ranks. Accelerate and Trainer call it whenever the
+        JSON says stage 3."""
+        with self.backend.readable_on_rank_0():
+            if dist.get_rank() != 0:
+                return None
+            state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return {name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Any = None,
+        **zero3: Any,
+    ) -> None:
+        if custom_load_fn is None:
+            self.backend.load_module_state_dict(checkpoint["module"], strict=strict)
+        else:
+            custom_load_fn(src=checkpoint["module"], dst=self.module)
+
+    def _load_checkpoint(self, load_dir: str, tag: str, **options: Any) -> tuple[str | None, dict[str, Any] | None]:
+        # With load_optimizer_states=False DeepSpeed does not load them into the optimizer. The script's own optimizer
+        # does not accept the keyword that DeepSpeed passes to it in bf16 and fp16.
+        path, rest = super()._load_checkpoint(load_dir, tag, **{**options, "load_optimizer_states": False})
+        if path is not None and rest is not None and not options.get("load_module_only", False):
+            warn(
+                f"the checkpoint was written by another optimizer, not by {self.resolved.backend}: weights and "
+                f"counters are loaded, and the backend starts without a state ({path})"
+            )
+        return path, rest
 
     # Ranks
 
@@ -389,13 +439,6 @@ def refuse_to_stock(load_dir: Path, tag: str | None) -> None:
             f"DeepSpeed's own engine cannot load checkpoint {load_dir / found}, which was written by ds_zo: make a "
             f"model folder of it with `ds-zo export {load_dir / found} OUT`, and load that with from_pretrained"
         )
-
-
-def _version() -> str:
-    try:
-        return version("ds-zo")
-    except PackageNotFoundError:  # a clone that is not installed
-        return "unknown"
 
 
 def _model_description(module: torch.nn.Module) -> dict[str, bytes]:
@@ -444,8 +487,3 @@ def _check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]])
             f"an optimizer needs as many parameter groups as the checkpoint has, {len(saved)}, got "
             f"{len(optimizer.param_groups)}: make the same groups, or call load_checkpoint(load_optimizer_states=False)"
         )
-
-
-def _load_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-    for group, values in zip(optimizer.param_groups, saved, strict=True):
-        group.update({name: value for name, value in values.items() if name != "params"})

@@ -13,16 +13,13 @@ from __future__ import annotations
 import contextvars
 import copy
 import inspect
-import logging
 import os
-import resource
-import sys
 import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import deepspeed.comm as dist
@@ -44,29 +41,25 @@ from torch.utils.hooks import RemovableHandle
 from ds_zo import versions
 from ds_zo.backends import Backend, StepOutcome
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
-from ds_zo.backends.common.fixed_embeddings import FixedEmbeddings
 from ds_zo.backends.common.interrupts import interrupts
-from ds_zo.backends.common.weak_hooks import weakly
+from ds_zo.backends.common.plain_copies import weakly
 from ds_zo.checkpoint.files import hash_json
 from ds_zo.checkpoint.writer import BackgroundWriter
-from ds_zo.config import ConfigError, Resolved
+from ds_zo.config import Resolved
 from ds_zo.config.agreement import check_agreement, shared_settings
-from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr, largest_zo_lr, scheduler_warning
-from ds_zo.logs import show, show_details
+from ds_zo.config.rules import scheduler_warning
+from ds_zo.logs import warn
 from ds_zo.plugin.checkpointing import CheckpointingEngine
-from ds_zo.plugin.gathered_parameters import Zero3Attributes, refuse_to_train_inside
+from ds_zo.plugin.checks import check_optimizer
+from ds_zo.plugin.gathered_parameters import refuse_to_train_inside, set_zero3_attributes
 from ds_zo.plugin.rank_check import wait_for_all_ranks
-from ds_zo.plugin.startup import EngineFacts, ModelFacts, startup_table
+from ds_zo.plugin.replaced_methods import refuse_resizing, replace_zero_grad
+from ds_zo.plugin.startup import ModelFacts, log_start
 from ds_zo.plugin.throughput import EventTimer
-from ds_zo.plugin.zero_grad import ZeroGrads
-from ds_zo.streaming.blocks import find_blocks
+from ds_zo.records.environment import host_peak_gb
 from ds_zo.streaming.loading import read_all
 
 ENGINE_SIGNATURE = inspect.signature(DeepSpeedEngine.__init__)
-_LR_KEYS = ("lr", "initial_lr", "max_lr")
-"""Keys of learning rates in a parameter group; torch's schedulers write the last two."""
-_PEAK_LR_ATTRIBUTES = ("max_lrs", "org_lrs")
-"""Attributes in which schedulers of DeepSpeed (and torch's CyclicLR) keep their largest learning rates."""
 THREAD_PREFIX = "ds_zo"
 """The beginning of the name of every thread that this package starts."""
 _live_engines: weakref.WeakSet[PluginEngine] = weakref.WeakSet()
@@ -126,6 +119,8 @@ class PluginEngine(CheckpointingEngine):
         """`time.perf_counter()` at the first forward of this accumulation window; None before it, and without a
         monitor."""
         self._background = BackgroundWriter()
+        self._undo = ExitStack()
+        """Removes what this engine has set on the module and the optimizer."""
         versions.add_engine_attributes(self)
         super().__init__(**bound)
         # DeepSpeed makes this scaler for fp16 autocast without ZeRO. It asserts on gradients, which our backends do not
@@ -140,11 +135,12 @@ class PluginEngine(CheckpointingEngine):
             device=self.device,
             process_group=self.data_parallel_group,
         )
-        self._zero_grads = ZeroGrads(self.optimizer, self.module, drop_sums=weakly(self.zero_grad))
-        self._fixed_embeddings = FixedEmbeddings(self.module)
+        replaced = replace_zero_grad(self.optimizer, self.module, drop_sums=weakly(self.zero_grad))
+        for stand_in in (*replaced, *refuse_resizing(self.module)):
+            self._undo.callback(stand_in.remove)
         if self.resolved.zero_stage == 3:
-            self._zero3_attributes = Zero3Attributes(self.optimizer, self.module)
-        self._log_start(model_facts)
+            self._undo.callback(set_zero3_attributes(self.optimizer, self.module))
+        log_start(self, model_facts)
         _live_engines.add(self)
 
     def _check_ranks_agree(self) -> None:
@@ -180,39 +176,14 @@ class PluginEngine(CheckpointingEngine):
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[Any]) -> None:
         super()._configure_optimizer(client_optimizer, model_parameters)
-        for index, group in enumerate(self.optimizer.param_groups):
+        for group in self.optimizer.param_groups:
             group.setdefault("weight_decay", 0.0)
-            if group.get("lr") is None:
-                raise ConfigError(
-                    f"every parameter group needs a learning rate, got {group.get('lr')!r}: give one to the optimizer "
-                    "passed to deepspeed.initialize",
-                    at=f"{type(self.optimizer).__name__}.param_groups[{index}]['lr']",
-                )
-        self._check_parameters()
+        check_optimizer(self.optimizer, self.module, self.resolved)
         if self.resolved.trains and self.resolved.params_at == "ds_zo.params" and self.client_lr_scheduler is None:
             lr = max(float(group["lr"]) for group in self.optimizer.param_groups)
             for text in scheduler_warning(self._config._param_dict, lr, at="the script's own"):
-                log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)
+                warn(text)
         self._backend_class.prepare_optimizer(self.optimizer, self.resolved)
-
-    def _check_parameters(self) -> None:
-        """Refuses an optimizer that has no parameter of the model, and warns of one that has others too.
-
-        Such an optimizer was made of another model, or before parameters of this model were replaced.
-        """
-        given = [p for group in self.optimizer.param_groups for p in group["params"]]
-        own = {id(p) for p in self.module.parameters()}
-        foreign = sum(id(p) not in own for p in given)
-        where = f"{type(self.optimizer).__name__}.param_groups"
-        remedy = "make the optimizer of model.parameters() after the model's last change (adapters, resized embeddings)"
-        if given and foreign == len(given):
-            raise ConfigError(f"an optimizer must have parameters of its model, got none of them; {remedy}", at=where)
-        if foreign:
-            text = f"ds_zo: {foreign} of {len(given)} parameters are not the model's and are not trained: {remedy}"
-            log_dist(f"{text} ({where})", ranks=[0], level=logging.WARNING)
-        if self.resolved.trains and not any(p.requires_grad for p in given):
-            text = "ds_zo: no parameter requires a gradient, so none is trained: call requires_grad_(True) on some"
-            log_dist(f"{text} ({where})", ranks=[0], level=logging.WARNING)
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> None:
         """Does nothing: DeepSpeed checks its ZeRO, fp16 and bf16 wrappers here, and this engine has none of them."""
@@ -238,67 +209,6 @@ class PluginEngine(CheckpointingEngine):
                 on_device = parameter.data.to(self.device).contiguous()
                 dist.broadcast(on_device, source, group=self.seq_data_parallel_group)
                 parameter.data.copy_(on_device)
-
-    def _log_start(self, model: ModelFacts) -> None:
-        """Shows the start-up table, then warnings. Settings in full and the backend's details are shown at DEBUG."""
-        config = self.resolved
-        if not config.trains:
-            place = "streamed from host memory" if config.stream else "kept on the device"
-            show(f"ds_zo: no optimizer is given, so this engine only evaluates; its blocks are {place}")
-            return
-        groups = self.optimizer.param_groups
-        # The groups of an optimizer that the script made have values that the JSON does not.
-        rates = {key: [group[key] for group in groups] for key in ("lr", "weight_decay")}
-        lines = [
-            f"ds_zo: {model.num_trained:,} trainable parameters in {len(groups)} group(s), model "
-            f"dtype {config.dtype}, autocast {config.autocast or 'off'}, ZeRO stage {config.zero_stage}, streaming "
-            f"{'on' if config.stream else 'off'}, device {self.device}",
-            f"ds_zo: optimizer {config.optimizer.model_dump() | rates}"
-            f"{' (lr as its scheduler starts)' if self.lr_scheduler is not None else ''}, ds_zo section "
-            f"{config.section.model_dump(exclude={'params'})}",
-            *self.backend.describe().splitlines(),
-        ]
-        facts = EngineFacts(
-            model=model,
-            device=self.device,
-            param_groups=groups,
-            scheduler=None if self.lr_scheduler is None else type(self.lr_scheduler).__name__,
-            peak_lr=self._peak_lr(),
-            micro_batch=self.train_micro_batch_size_per_gpu(),
-            accumulation=self.gradient_accumulation_steps(),
-            num_ranks=self.dp_world_size,
-        )
-        details_follow = logger.getEffectiveLevel() <= logging.DEBUG
-        show(startup_table(config, facts, self.backend.startup_summary(), details_follow=details_follow))
-        show_details("\n".join(lines))
-        if config.ignored:
-            names = ", ".join(config.ignored)
-            log_dist(f"ds_zo: backend {config.backend} ignores {names}", ranks=[0], level=logging.WARNING)
-        if not config.entry.clips_gradients and config.gradient_clipping > 0:
-            own = ": set clip_projected_grad instead" if config.entry.zeroth_order else ""
-            text = f"gradient_clipping {config.gradient_clipping:g} does not change {config.entry.optimizer_type}{own}"
-            log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING if config.clipping_explicit else logging.INFO)
-        if config.stream and not find_blocks(self.module, config.section.stream.blocks):
-            text = "ds_zo: offload_param has no effect: the model has no list of like modules and stays on the device"
-            remedy = "name its blocks in ds_zo.stream.blocks, or remove offload_param"
-            log_dist(f"{text}; {remedy}", ranks=[0], level=logging.WARNING)
-        peak = self._peak_lr()
-        is_in_warnings = config.params_at == "optimizer.params" and config.optimizer.lr > LARGEST_ZO_LR
-        if config.entry.zeroth_order and peak > largest_zo_lr(model.num_trained) and not is_in_warnings:
-            given = "optimizer.params.lr" if config.params_at == "optimizer.params" else "the script's own optimizer"
-            text = large_zo_lr(peak, at=given if self.lr_scheduler is None else f"{given} and its scheduler")
-            log_dist(f"ds_zo: {text}", ranks=[0], level=logging.WARNING)
-        for warning in config.warnings:
-            log_dist(f"ds_zo: {warning}", ranks=[0], level=logging.WARNING)
-
-    def _peak_lr(self) -> float:
-        """The largest learning rate found in the parameter groups and in the attributes of the scheduler.
-
-        Most schedules begin at a smaller one. A schedule may reach a larger one that none of its attributes holds.
-        """
-        found = [group[key] for group in self.optimizer.param_groups for key in _LR_KEYS if key in group]
-        found += [lr for name in _PEAK_LR_ATTRIBUTES for lr in getattr(self.lr_scheduler, name, ())]
-        return max(map(float, found), default=0.0)
 
     def deepspeed_io(
         self, dataset: Any, batch_size: int | None = None, route: str = ROUTE_TRAIN, *args: Any, **kwargs: Any
@@ -468,7 +378,7 @@ class PluginEngine(CheckpointingEngine):
             if began is not None:
                 values["samples_per_s"] = num_samples / (time.perf_counter() - began)
             values["peak_device_gb"] = get_accelerator().max_memory_allocated() / 1e9
-            values["peak_host_gb"] = _peak_host_bytes() / 1e9
+            values["peak_host_gb"] = host_peak_gb()
             events = [(f"Train/Samples/{name}", value, self.global_samples) for name, value in values.items()]
             self.monitor.write_events(events)
 
@@ -482,11 +392,7 @@ class PluginEngine(CheckpointingEngine):
         self._step_applied = bool(applied.get() if isinstance(applied, DeferredScalar) else applied)
         if not self._step_applied:
             self._skipped_steps += 1
-            log_dist(
-                f"ds_zo: step skipped, its loss or gradient was not finite ({self._skipped_steps} so far)",
-                ranks=[0],
-                level=logging.WARNING,
-            )
+            warn(f"step skipped, its loss or gradient was not finite ({self._skipped_steps} so far)")
 
     @property
     def skipped_steps(self) -> int:
@@ -508,86 +414,13 @@ class PluginEngine(CheckpointingEngine):
         return self._global_grad_norm
 
     def offload_states(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse_moving_states("offload_states")
-
-    def reload_states(self, *args: Any, **kwargs: Any) -> None:
-        self._refuse_moving_states("reload_states")
-
-    def _refuse_moving_states(self, name: str) -> None:
         raise RuntimeError(
-            f"engine.{name} needs ZeRO's optimizer states, got backend {self.resolved.backend}, which has none: to "
-            'keep parameters on the host set zero_optimization.offload_param.device to "cpu"'
+            "engine.offload_states and engine.reload_states need ZeRO's optimizer states, got backend "
+            f"{self.resolved.backend}, which has none: to keep parameters on the host set "
+            'zero_optimization.offload_param.device to "cpu"'
         )
 
-    # DeepSpeed's methods for reading and writing weights; checkpoints are in `checkpointing`.
-
-    def module_state_dict(
-        self,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        with self.backend.frozen_unread() if exclude_frozen_parameters else nullcontext():
-            state = self.backend.module_state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if exclude_frozen_parameters:
-            for name, parameter in self.module.named_parameters():
-                if not parameter.requires_grad:
-                    state.pop(prefix + name, None)
-        return state
-
-    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """The whole weights on the host, for rank 0; None on other ranks. Accelerate and Trainer call it whenever the
-        JSON says stage 3."""
-        with self.backend.readable_on_rank_0():
-            if dist.get_rank() != 0:
-                return None
-            state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        return {name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
-
-    def load_module_state_dict(
-        self,
-        checkpoint: Mapping[str, Any],
-        strict: bool = True,
-        custom_load_fn: Any = None,
-        **zero3: Any,
-    ) -> None:
-        if custom_load_fn is None:
-            self.backend.load_module_state_dict(checkpoint["module"], strict=strict)
-        else:
-            custom_load_fn(src=checkpoint["module"], dst=self.module)
-
-    def _load_checkpoint(
-        self,
-        load_dir: str,
-        tag: str,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        # With load_optimizer_states=False DeepSpeed does not load them into the optimizer. The script's own optimizer
-        # does not accept the keyword that DeepSpeed passes to it in bf16 and fp16.
-        path, rest = super()._load_checkpoint(
-            load_dir,
-            tag,
-            load_module_strict=load_module_strict,
-            load_optimizer_states=False,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            load_module_only=load_module_only,
-            custom_load_fn=custom_load_fn,
-        )
-        if path is None or rest is None:
-            return path, rest
-        if not load_module_only:
-            log_dist(
-                f"ds_zo: the checkpoint was written by another optimizer, not by {self.resolved.backend}: weights and "
-                f"counters are loaded, and the backend starts without a state ({path})",
-                ranks=[0],
-                level=logging.WARNING,
-            )
-        return path, rest
+    reload_states = offload_states
 
     def destroy(self) -> None:
         """Ends the engine. Waits for a checkpoint that is being written, and raises last if writing it failed."""
@@ -598,9 +431,7 @@ class PluginEngine(CheckpointingEngine):
             if backend is not None:
                 backend.close()
         finally:
-            for name in ("_zero_grads", "_fixed_embeddings", "_zero3_attributes"):
-                if name in self.__dict__:
-                    self.__dict__[name].close()
+            self._undo.close()
             super().destroy()
             interrupts.release()
         self._background.raise_error()
@@ -622,11 +453,6 @@ class PluginEngine(CheckpointingEngine):
         if device is not None and device.type == "cuda":
             torch.cuda.set_device(device)  # a new thread's current device is the first
         super().__del__()
-
-
-def _peak_host_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _without_zero(config_class: DeepSpeedConfig) -> DeepSpeedConfig:

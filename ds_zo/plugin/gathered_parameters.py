@@ -11,9 +11,9 @@ too: the end of the context would overwrite an update of the stored weights.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed.comm as dist
@@ -26,24 +26,22 @@ from ds_zo.backends.common.module_state import ModuleState
 from ds_zo.backends.common.plain_copies import Hook
 
 
-@functools.cache
-def replace_init(original: Callable[..., None]) -> Callable[..., None]:
+def init(
+    original: Callable[..., None], self: Any, params: Any, modifier_rank: int | None = None, *args: Any, **kwargs: Any
+) -> None:
     """`GatheredParameters.__init__` that makes the context an `EngineParameters` where one of our engines has one of
     the parameters. Every other context stays DeepSpeed's own."""
-
-    @functools.wraps(original)
-    def init(self: Any, params: Any, modifier_rank: int | None = None, *args: Any, **kwargs: Any) -> None:
-        if isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
-            params = list(params)
-        original(self, params, modifier_rank, *args, **kwargs)
-        enabled = kwargs.get("enabled", args[1] if len(args) > 1 else True)
-        listed = params if isinstance(params, list) else [params]
-        if enabled and any(_state_of(p) is not None for p in listed):
-            self.__class__ = _serving_class(type(self))
-            self._ds_zo_listed = list({id(p): p for p in listed}.values())
-            self._ds_zo_modifier_rank = modifier_rank
-
-    return init
+    if isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
+        params = list(params)
+    original(self, params, modifier_rank, *args, **kwargs)
+    enabled = kwargs.get("enabled", args[1] if len(args) > 1 else True)
+    listed = params if isinstance(params, list) else [params]
+    if enabled and any(_state_of(p) is not None for p in listed):
+        cls = type(self)  # a user's own subclass is put on top of ours
+        own = EngineParameters if cls is GatheredParameters else type(cls.__name__, (cls, EngineParameters), {})
+        self.__class__ = own
+        self._ds_zo_listed = list({id(p): p for p in listed}.values())
+        self._ds_zo_modifier_rank = modifier_rank
 
 
 class EngineParameters(GatheredParameters):
@@ -70,7 +68,7 @@ class EngineParameters(GatheredParameters):
         for state, parameters in listed.items():
             state.gather([p for p in parameters if id(p) in self._ds_zo_own])
             for module, its in state.modules_that_materialise(parameters).items():
-                check = torch.compiler.disable(partial(_check_forward, state, its, is_written))
+                check = torch.compiler.disable(partial(state.check_forward, its, is_written))
                 self._ds_zo_handles.append(module.register_forward_pre_hook(Hook(check), prepend=True))
         _open_contexts.append(self)
         return entered
@@ -113,42 +111,27 @@ def refuse_to_train_inside(module: nn.Module) -> None:
         )
 
 
-def _check_forward(state: ModuleState, parameters: list[nn.Parameter], is_written: bool, *hooked: Any) -> None:
-    """Hook before the forward of a module. `hooked`: the arguments of torch's hook."""
-    state.check_forward(parameters, is_written=is_written)
-
-
-class Zero3Attributes:
-    """Attributes of ZeRO-3 that TRL reads where the JSON says stage 3, for an engine of ours.
+def set_zero3_attributes(optimizer: Any, module: nn.Module) -> Callable[[], None]:
+    """Sets the attributes of ZeRO-3 that TRL reads where the JSON says stage 3, and returns a function that removes
+    them.
 
     Before TRL generates inside `GatheredParameters`, it removes the hooks of `optimizer.parameter_offload`, and it
     registers them afterwards: there are none. Its fused losses gather parameters whose `ds_status` is not AVAILABLE:
     our engines show a weight wherever it is read.
     """
+    parameters = list(module.parameters())
+    optimizer.parameter_offload = SimpleNamespace(
+        module=_NoParameters(), forward_hooks=[], backward_hooks=[], _register_deepspeed_module=lambda module: None
+    )
+    for parameter in parameters:
+        parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
 
-    def __init__(self, optimizer: Any, module: nn.Module) -> None:
-        self._optimizer, self._parameters = optimizer, list(module.parameters())
-        optimizer.parameter_offload = _NoHooks()
-        for parameter in self._parameters:
-            parameter.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    def remove() -> None:
+        vars(optimizer).pop("parameter_offload", None)
+        for parameter in parameters:
+            vars(parameter).pop("ds_status", None)
 
-    def close(self) -> None:
-        """Removes the attributes."""
-        for owner, name in ((self._optimizer, "parameter_offload"), *((p, "ds_status") for p in self._parameters)):
-            vars(owner).pop(name, None)
-        self._parameters = []
-
-
-class _NoHooks:
-    """Has what TRL uses of DeepSpeed's `DeepSpeedZeRoOffload`."""
-
-    def __init__(self) -> None:
-        self.module = _NoParameters()
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
-
-    def _register_deepspeed_module(self, module: nn.Module) -> None:
-        """Registers nothing."""
+    return remove
 
 
 class _NoParameters(nn.Module):
@@ -162,8 +145,3 @@ def _state_of(parameter: Any) -> ModuleState | None:
     """The state of our engine that has `parameter`; None without one."""
     state = getattr(parameter, "_hp_mapping", None)
     return state if isinstance(state, ModuleState) else None
-
-
-def _serving_class(cls: type) -> type:
-    """`EngineParameters`, or for a context of a user's own subclass that subclass on top of it."""
-    return EngineParameters if cls is GatheredParameters else type(cls.__name__, (cls, EngineParameters), {})

@@ -9,7 +9,6 @@ neither limit, so the function is replaced for JSONs that name one of our backen
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -18,23 +17,17 @@ from deepspeed.utils import logger
 from ds_zo.config import backend_of, with_section_on_top
 
 
-@cache
-def replace(is_installed: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
-    """The replacement of `deepspeed_init`. It calls `original` while `is_installed` returns False."""
-
-    @wraps(original)
-    def deepspeed_init(trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
-        config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
-        if not is_installed() or not _is_ours(config.config, inference=inference):
-            return original(trainer, num_training_steps, inference)
-        if inference:
-            _make_engine_to_evaluate(trainer, config)
-            return None, None
-        if isinstance(trainer.model_wrapped, DeepSpeedEngine):  # the destroyed engine of an earlier training
-            trainer.model_wrapped = trainer.model
-        return original(trainer, num_training_steps)
-
-    return deepspeed_init
+def deepspeed_init(original: Callable[..., Any], trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
+    """Replaces the function of the same name. `original` is that function."""
+    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    if not _is_ours(config.config, inference=inference):
+        return original(trainer, num_training_steps, inference)
+    if inference:
+        _make_engine_to_evaluate(trainer, config)
+        return None, None
+    if isinstance(trainer.model_wrapped, DeepSpeedEngine):  # the destroyed engine of an earlier training
+        trainer.model_wrapped = trainer.model
+    return original(trainer, num_training_steps)
 
 
 def _is_ours(ds_config: dict[str, Any], *, inference: bool) -> bool:

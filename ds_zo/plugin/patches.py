@@ -6,7 +6,7 @@ one of our backends, and Python then calls `PluginEngine.__init__`.
 
 [Note: uninstalled patches] `uninstall` puts DeepSpeed's own attributes back. Two kinds of replacement remain reachable:
 `DeepSpeedEngine.__new__`, because deleting a `__new__` that was set on a class breaks construction for good, and copies
-that other modules imported by name. All replacements therefore ask `is_installed` at each call, and do what DeepSpeed
+that other modules imported by name. All replacements therefore read `_installed` at each call, and do what DeepSpeed
 does when it is False.
 """
 
@@ -19,21 +19,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.tensor_parallel.init_utils import load_ds_config
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from torch import nn
 
 from ds_zo.backends import backend_class
-from ds_zo.checkpoint.files import SAFETENSORS_DTYPES
-from ds_zo.checkpoint.snapshot import persistent_buffers
-from ds_zo.config import ConfigError, Resolved, backend_of, resolve, resolve_for_evaluation, with_section_on_top
-from ds_zo.config.registry import unknown_optimizer
+from ds_zo.config import ConfigError, backend_of, resolve, resolve_for_evaluation, with_section_on_top
 from ds_zo.plugin import gathered_parameters, hf_trainer
 from ds_zo.plugin.checkpointing import refuse_to_stock
+from ds_zo.plugin.checks import check_dtype, check_optimizer_type, check_savable, check_whole
 from ds_zo.plugin.engine import ENGINE_SIGNATURE, PluginEngine, destroy_engine_of, has_live_engines
 from ds_zo.streaming.loading import read_all
 from ds_zo_autoload import AfterImport
@@ -63,28 +59,17 @@ def uninstall() -> None:
             patch.undo()
 
 
-def is_installed() -> bool:
-    return _installed
-
-
 class Patch:
     """Replaces one attribute of a class or of a module that belongs to another package."""
 
-    def __init__(
-        self,
-        owner: type | str,
-        name: str,
-        replace: Callable[[Callable[..., Any]], Callable[..., Any]],
-        *,
-        serves_engines: bool = False,
-    ) -> None:
+    def __init__(self, owner: type | str, name: str, call: Callable[..., Any], *, serves_engines: bool = False) -> None:
         """`owner` is a class, or the name of a module, which is not imported for this.
 
-        `replace` returns the replacement of a function, always the same for the same function. `serves_engines` says
-        that engines that exist need the replacement.
+        `call` gets the original function before the arguments of each call. `serves_engines`: engines that exist need
+        it after `uninstall` too.
         """
         self.owner, self.name, self.serves_engines = owner, name, serves_engines
-        self._replace = replace
+        self._call = call
         self._finder: AfterImport | None = None
 
     def __str__(self) -> str:
@@ -102,7 +87,7 @@ class Patch:
         original = getattr(owner, self.name, None)
         if original is None or original in _originals:  # another version of that package, or replaced already
             return
-        replacement = self._replace(original)
+        replacement = _replacement(self._call, original, self.serves_engines)
         _originals[replacement] = original
         setattr(owner, self.name, staticmethod(replacement) if self.name == "__new__" else replacement)
 
@@ -120,164 +105,111 @@ class Patch:
 
 
 @functools.cache
-def _replace_new(original: Callable[..., Any]) -> Callable[..., Any]:
+def _replacement(call: Callable[..., Any], original: Callable[..., Any], serves_engines: bool) -> Callable[..., Any]:
+    """The function that a patch sets. It is the same whenever `install` is called again."""
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs) if _installed or serves_engines else original(*args, **kwargs)
+
+    return replacement if original is object.__new__ else functools.update_wrapper(replacement, original)
+
+
+def _new(original: Callable[..., Any], cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngine:
     """`DeepSpeedEngine.__new__` that returns a `PluginEngine` where the JSON names one of our backends.
 
     It also does so where the JSON has a `ds_zo` section and no optimizer is given. TRL and Trainer remove the optimizer
     from the JSON of a model that they only evaluate.
     """
-
-    def new(cls: type[DeepSpeedEngine], *args: Any, **kwargs: Any) -> DeepSpeedEngine:
-        config = _ds_config(args, kwargs) if _installed else None
-        model = _argument("model", args, kwargs)
-        has_own_optimizer = _argument("optimizer", args, kwargs) is not None
-        backend = backend_of(config) if config is not None else None
-        if config is None or (backend is None and not config.get("ds_zo")):
-            if config is not None and not has_own_optimizer:
-                _check_optimizer_type(cls, config)
-            destroy_engine_of(model)
-            if config is not None and model is not None:
-                read_all(model)
-            return original(cls) if original is object.__new__ else original(cls, *args, **kwargs)
-        trains = has_own_optimizer or bool(config.get("optimizer"))
-        if not issubclass(PluginEngine, cls) and (backend is not None or not trains):
-            raise ConfigError(
-                f"{f'backend {backend}' if backend else 'a ds_zo section'} replaces DeepSpeedEngine, and this model or "
-                f"JSON asks for {cls.__name__}: pass a plain nn.Module and leave hybrid_engine out",
-                at="optimizer.type" if "optimizer" in config else "ds_zo.backend" if backend else "ds_zo",
-            )
-        engine = object.__new__(PluginEngine)
-        engine.__dict__["_process"] = os.getpid()
-        # The JSON is checked here, not in __init__: when it is refused, no engine is half made and no weight has moved.
-        resolved = resolve(config, client_optimizer=has_own_optimizer) if trains else resolve_for_evaluation(config)
-        engine.__dict__["resolved"] = resolved
-        engine.__dict__["_backend_class"] = backend_class(resolved.backend)
-        _check_dtype(resolved)
+    config = _ds_config(args, kwargs) if _installed else None
+    model = _argument("model", args, kwargs)
+    has_own_optimizer = _argument("optimizer", args, kwargs) is not None
+    backend = backend_of(config) if config is not None else None
+    if config is None or (backend is None and not config.get("ds_zo")):
+        if config is not None and not has_own_optimizer:
+            check_optimizer_type(cls, config)
         destroy_engine_of(model)
-        _check_whole(model)
-        if trains:
-            _check_savable(model)
-        return engine
+        if config is not None and model is not None:
+            read_all(model)
+        stock: DeepSpeedEngine = original(cls) if original is object.__new__ else original(cls, *args, **kwargs)
+        return stock
+    trains = has_own_optimizer or bool(config.get("optimizer"))
+    if not issubclass(PluginEngine, cls) and (backend is not None or not trains):
+        raise ConfigError(
+            f"{f'backend {backend}' if backend else 'a ds_zo section'} replaces DeepSpeedEngine, and this model or "
+            f"JSON asks for {cls.__name__}: pass a plain nn.Module and leave hybrid_engine out",
+            at="optimizer.type" if "optimizer" in config else "ds_zo.backend" if backend else "ds_zo",
+        )
+    engine = object.__new__(PluginEngine)
+    engine.__dict__["_process"] = os.getpid()
+    # The JSON is checked here, not in __init__: when it is refused, no engine is half made and no weight has moved.
+    resolved = resolve(config, client_optimizer=has_own_optimizer) if trains else resolve_for_evaluation(config)
+    engine.__dict__["resolved"] = resolved
+    engine.__dict__["_backend_class"] = backend_class(resolved.backend)
+    check_dtype(resolved)
+    destroy_engine_of(model)
+    check_whole(model)
+    if trains:
+        check_savable(model)
+    return engine
 
-    return new
 
-
-@functools.cache
-def _replace_config_init(original: Callable[..., None]) -> Callable[..., None]:
+def _config_init(original: Callable[..., None], self: DeepSpeedConfig, config: Any, *args: Any, **kwargs: Any) -> None:
     """`DeepSpeedConfig.__init__` that accepts a `ds_zo` section inside `zero_optimization`.
 
     DeepSpeed reads the JSON before it makes an engine. Where it refuses a JSON that names one of our backends, our own
     error is raised instead if there is one.
     """
-
-    @functools.wraps(original)
-    def config_init(self: DeepSpeedConfig, config: Any, *args: Any, **kwargs: Any) -> None:
-        if _installed and isinstance(config, (str, os.PathLike)):
-            config = load_ds_config(os.fspath(config))
-        if _installed and isinstance(config, dict):
-            config = with_section_on_top(config)
-        try:
-            original(self, config, *args, **kwargs)
-        except Exception:
-            if _installed and isinstance(config, dict):
-                try:
-                    if backend_of(config) is not None or isinstance(config.get("optimizer"), str):
-                        resolve(config)
-                except ConfigError as error:
-                    raise error from None
-            raise
-
-    return config_init
+    if isinstance(config, (str, os.PathLike)):
+        config = load_ds_config(os.fspath(config))
+    if isinstance(config, dict):
+        config = with_section_on_top(config)
+    try:
+        original(self, config, *args, **kwargs)
+    except Exception:
+        if isinstance(config, dict):
+            try:
+                if backend_of(config) is not None or isinstance(config.get("optimizer"), str):
+                    resolve(config)
+            except ConfigError as error:
+                raise error from None
+        raise
 
 
-@functools.cache
-def _replace_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+def _load_checkpoint(
+    original: Callable[..., Any],
+    self: DeepSpeedEngine,
+    load_dir: str,
+    tag: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """`DeepSpeedEngine.load_checkpoint` that refuses our checkpoints in DeepSpeed's own engine, and says the remedy.
 
     DeepSpeed finds none of its files there, and its assertion has no message.
     """
-
-    @functools.wraps(original)
-    def load_checkpoint(self: DeepSpeedEngine, load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        if _installed and load_dir is not None and not isinstance(self, PluginEngine):
-            refuse_to_stock(Path(load_dir), tag)
-        return original(self, load_dir, tag, *args, **kwargs)
-
-    return load_checkpoint
+    if load_dir is not None and not isinstance(self, PluginEngine):
+        refuse_to_stock(Path(load_dir), tag)
+    return original(self, load_dir, tag, *args, **kwargs)
 
 
-@functools.cache
-def _replace_export_envs(original: Callable[..., list[str]]) -> Callable[..., list[str]]:
+def _export_envs(original: Callable[..., list[str]], self: Any) -> list[str]:
     """`export_envs` of the accelerator that adds the beginning of our variables' names.
 
     DeepSpeed's launcher sends variables to other hosts if their names begin so. `DS_ZO_AUTOLOAD` must reach them.
     """
+    return [*original(self), "DS_ZO_"]
 
-    @functools.wraps(original)
-    def export_envs(self: Any) -> list[str]:
-        return [*original(self), "DS_ZO_"] if _installed else original(self)
-
-    return export_envs
-
-
-_replace_deepspeed_init = functools.partial(hf_trainer.replace, is_installed)
 
 PATCHES = (
-    Patch(DeepSpeedEngine, "__new__", _replace_new),
-    Patch(DeepSpeedEngine, "load_checkpoint", _replace_load_checkpoint),
-    Patch(DeepSpeedConfig, "__init__", _replace_config_init),
-    Patch(GatheredParameters, "__init__", gathered_parameters.replace_init, serves_engines=True),
-    Patch(type(get_accelerator()), "export_envs", _replace_export_envs),
+    Patch(DeepSpeedEngine, "__new__", _new, serves_engines=True),
+    Patch(DeepSpeedEngine, "load_checkpoint", _load_checkpoint),
+    Patch(DeepSpeedConfig, "__init__", _config_init),
+    Patch(GatheredParameters, "__init__", gathered_parameters.init, serves_engines=True),
+    Patch(type(get_accelerator()), "export_envs", _export_envs),
     # Trainer's module has a copy of the function; it is a copy of our replacement if that module is imported later.
-    Patch("transformers.integrations.deepspeed", "deepspeed_init", _replace_deepspeed_init),
-    Patch("transformers.trainer", "deepspeed_init", _replace_deepspeed_init),
+    Patch("transformers.integrations.deepspeed", "deepspeed_init", hf_trainer.deepspeed_init),
+    Patch("transformers.trainer", "deepspeed_init", hf_trainer.deepspeed_init),
 )
-
-
-def _check_dtype(resolved: Resolved) -> None:
-    """Refuses fp16 on a device without it. DeepSpeed refuses it after it has moved the model, and gives no remedy."""
-    if resolved.dtype is torch.float16 and not get_accelerator().is_fp16_supported():
-        raise ConfigError(
-            f"fp16 needs FP16 instructions, which this machine's {get_accelerator().device_name()} does not have; "
-            "use bf16.enabled, or neither for float32, or a GPU",
-            at="fp16.enabled",
-        )
-
-
-def _check_optimizer_type(cls: type[DeepSpeedEngine], config: Mapping[str, Any]) -> None:
-    """Refuses an optimizer name that DeepSpeed does not know. DeepSpeed's own error does not list our names."""
-    block = config.get("optimizer")
-    written = block.get("type") if isinstance(block, dict) else None
-    if not isinstance(written, str) or any(cls._is_supported_optimizer(cls, n) for n in (written, written.lower())):
-        return
-    raise unknown_optimizer(written)
-
-
-def _check_whole(model: nn.Module) -> None:
-    """Refuses a model whose parameters have lost their values to an earlier engine."""
-    for name, p in model.named_parameters():
-        if getattr(p, "_ds_zo_left", False) and not p.numel():
-            raise RuntimeError(
-                f"an engine needs whole weights, got parameter {name} without values: each rank had a piece of it "
-                "(LOMO at stage 3) in an engine that was destroyed. Save the weights before the engine is destroyed "
-                "and load them into a new model; with Trainer, make a new Trainer for each train() and evaluate before "
-                "training by eval_on_start=True"
-            )
-        if p.numel() > 1 and not any(p.stride()):
-            raise RuntimeError(
-                f"an engine needs whole weights, got parameter {name} without memory: an earlier engine had stored its "
-                "values in another form when making that engine failed. Load the model again"
-            )
-
-
-def _check_savable(model: nn.Module) -> None:
-    """Refuses a model that no checkpoint could hold, before hours of training."""
-    for name, tensor in (*model.named_parameters(), *persistent_buffers(model)):
-        if tensor.dtype not in SAFETENSORS_DTYPES or tensor.layout is not torch.strided:
-            raise ValueError(
-                f"a checkpoint holds dense tensors of the dtypes that safetensors has, got {name} of {tensor.dtype}, "
-                f"{tensor.layout}: give it another dtype, or register it by register_buffer(persistent=False) ({name})"
-            )
 
 
 def _argument(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -1,21 +1,31 @@
-"""The table that an engine logs when it is made: method, model, memory, write-back interval, learning rate, ranks.
+"""The lines that an engine logs when it is made: a table of method, model, memory, write-back interval, learning rate
+and ranks, then warnings.
 
 Units are decimal: 1 GB is 10**9 bytes.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.config import Resolved
+from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr, largest_zo_lr
+from ds_zo.logs import show, show_details, warn
+from ds_zo.streaming.blocks import find_blocks
 
+_LR_KEYS = ("lr", "initial_lr", "max_lr")
+"""Keys of learning rates in a parameter group; torch's schedulers write the last two."""
+_PEAK_LR_ATTRIBUTES = ("max_lrs", "org_lrs")
+"""Attributes in which schedulers of DeepSpeed (and torch's CyclicLR) keep their largest learning rates."""
 _HOW_TO_SEE_MORE = 'deepspeed.utils.set_log_level_from_string("debug") before deepspeed.initialize'
 
 
@@ -42,43 +52,84 @@ class ModelFacts:
         return cls(type(module).__name__, numels.total(), num_trained, dtypes)
 
 
-@dataclass(frozen=True)
-class EngineFacts:
-    """Facts that the engine knows and the backend does not."""
+def log_start(engine: Any, model: ModelFacts) -> None:
+    """Shows the start-up table, then warnings. Settings in full and the backend's details are shown at DEBUG."""
+    config: Resolved = engine.resolved
+    if not config.trains:
+        place = "streamed from host memory" if config.stream else "kept on the device"
+        show(f"ds_zo: no optimizer is given, so this engine only evaluates; its blocks are {place}")
+        return
+    show(startup_table(engine, model))
+    groups, scheduler = engine.optimizer.param_groups, engine.lr_scheduler
+    # The groups of an optimizer that the script made have values that the JSON does not.
+    rates = {key: [group[key] for group in groups] for key in ("lr", "weight_decay")}
+    details = (
+        f"ds_zo: {model.num_trained:,} trainable parameters in {len(groups)} group(s), model dtype {config.dtype}, "
+        f"autocast {config.autocast or 'off'}, ZeRO stage {config.zero_stage}, streaming "
+        f"{'on' if config.stream else 'off'}, device {engine.device}\n"
+        f"ds_zo: optimizer {config.optimizer.model_dump() | rates}"
+        f"{' (lr as its scheduler starts)' if scheduler is not None else ''}, ds_zo section "
+        f"{config.section.model_dump(exclude={'params'})}"
+    )
+    show_details("\n".join(filter(None, (details, engine.backend.describe()))))
+    _warn(engine, model.num_trained)
 
-    model: ModelFacts
-    device: torch.device
-    param_groups: Sequence[Mapping[str, Any]]
-    scheduler: str | None
-    """Class of the learning-rate scheduler; None without one."""
-    peak_lr: float
-    """The largest learning rate that is known; a scheduler may begin with a smaller one."""
-    micro_batch: int
-    accumulation: int
-    num_ranks: int
+
+def _warn(engine: Any, num_trained: int) -> None:
+    """Warns of settings that have no effect, and of a learning rate that is too large."""
+    config: Resolved = engine.resolved
+    if config.ignored:
+        warn(f"backend {config.backend} ignores {', '.join(config.ignored)}")
+    if not config.entry.clips_gradients and config.gradient_clipping > 0:
+        own = ": set clip_projected_grad instead" if config.entry.zeroth_order else ""
+        text = f"gradient_clipping {config.gradient_clipping:g} does not change {config.entry.optimizer_type}{own}"
+        warn(text, level=logging.WARNING if config.clipping_explicit else logging.INFO)
+    if config.stream and not find_blocks(engine.module, config.section.stream.blocks):
+        warn(
+            "offload_param has no effect: the model has no list of like modules and stays on the device; name its "
+            "blocks in ds_zo.stream.blocks, or remove offload_param"
+        )
+    is_in_warnings = config.params_at == "optimizer.params" and config.optimizer.lr > LARGEST_ZO_LR
+    peak_lr = _peak_lr(engine)
+    if config.entry.zeroth_order and peak_lr > largest_zo_lr(num_trained) and not is_in_warnings:
+        given = "optimizer.params.lr" if config.params_at == "optimizer.params" else "the script's own optimizer"
+        warn(large_zo_lr(peak_lr, at=given if engine.lr_scheduler is None else f"{given} and its scheduler"))
+    for warning in config.warnings:
+        warn(warning)
 
 
-def startup_table(
-    config: Resolved, facts: EngineFacts, summary: StartupSummary, *, details_follow: bool = False
-) -> str:
-    """One line that names the backend, then one aligned line per row. `details_follow`: the logger's level is DEBUG, so
-    that the table need not say how to see more."""
+def _peak_lr(engine: Any) -> float:
+    """The largest learning rate found in the parameter groups and in the attributes of the scheduler.
+
+    Most schedules begin at a smaller one. A schedule may reach a larger one that none of its attributes holds.
+    """
+    found = [group[key] for group in engine.optimizer.param_groups for key in _LR_KEYS if key in group]
+    found += [lr for name in _PEAK_LR_ATTRIBUTES for lr in getattr(engine.lr_scheduler, name, ())]
+    return max(map(float, found), default=0.0)
+
+
+def startup_table(engine: Any, model: ModelFacts) -> str:
+    """One line that names the backend, then one aligned line per row."""
+    config: Resolved = engine.resolved
+    summary: StartupSummary = engine.backend.startup_summary()
+    ranks = summary.ranks or f"{engine.dp_world_size}, each with its own batch"
+    details_follow = logger.getEffectiveLevel() <= logging.DEBUG
     rows = {
         "method": ": ".join(filter(None, (config.entry.optimizer_type, summary.settings))),
-        "model": _model(config, facts.model),
+        "model": _model(config, model),
         "weights": summary.weights,
-        "GPU" if facts.device.type == "cuda" else "device": _device_memory(config, summary),
+        "GPU" if engine.device.type == "cuda" else "device": _device_memory(config, summary),
         "host": _host_memory(summary),
         "write-back": summary.write_back,
-        "learning rate": _learning_rate(facts),
-        "batch": _batch(facts),
-        "ranks": "1" if facts.num_ranks == 1 else summary.ranks or f"{facts.num_ranks}, each with its own batch",
+        "learning rate": _learning_rate(engine),
+        "batch": _batch(engine),
+        "ranks": "1" if engine.dp_world_size == 1 else ranks,
         "details": None if details_follow else _HOW_TO_SEE_MORE,
     }
     shown = {name: text for name, text in rows.items() if text is not None}
     width = max(map(len, shown))
     lines = [f"  {name:<{width}}  {text}" for name, text in shown.items()]
-    return "\n".join([f"ds_zo: backend {config.backend} on {facts.device}", *lines])
+    return "\n".join([f"ds_zo: backend {config.backend} on {engine.device}", *lines])
 
 
 def format_bytes(nbytes: int) -> str:
@@ -120,21 +171,25 @@ def _device_memory(config: Resolved, summary: StartupSummary) -> str:
 def _host_memory(summary: StartupSummary) -> str:
     if not summary.host_bytes:
         return "0 GB: weights and states are on the device"
-    pinned = f", {format_bytes(summary.pinned_bytes)} pinned" if summary.pinned_bytes else ", not pinned"
-    return f"{_sizes(summary.host_bytes)}{pinned}{summary.host_note and f', {summary.host_note}'}"
+    pinned = f"{format_bytes(summary.pinned_bytes)} pinned" if summary.pinned_bytes else "not pinned"
+    if summary.ring_bytes:
+        ring = f"a pinned ring of {summary.ring_bytes / 2**20:.0f} MiB over pageable memory"
+        pinned = f"{pinned}, the rest through {ring}" if summary.pinned_bytes else ring
+    return ", ".join(filter(None, (_sizes(summary.host_bytes), pinned, summary.host_note)))
 
 
-def _learning_rate(facts: EngineFacts) -> str:
-    rates = dict.fromkeys(float(group["lr"]) for group in facts.param_groups)
-    decays = dict.fromkeys(float(group["weight_decay"]) for group in facts.param_groups)
-    lr = ", ".join(f"{rate:g}" for rate in rates)
-    if facts.scheduler is not None:
-        lr = f"{lr} at first, {facts.scheduler} (largest known {facts.peak_lr:g})"
-    else:
+def _learning_rate(engine: Any) -> str:
+    groups, scheduler = engine.optimizer.param_groups, engine.lr_scheduler
+    lr = ", ".join(f"{rate:g}" for rate in dict.fromkeys(float(group["lr"]) for group in groups))
+    if scheduler is None:
         lr = f"{lr}, no scheduler"
+    else:
+        lr = f"{lr} at first, {type(scheduler).__name__} (largest known {_peak_lr(engine):g})"
+    decays = dict.fromkeys(float(group["weight_decay"]) for group in groups)
     return lr if not any(decays) else f"{lr}, weight decay {', '.join(f'{decay:g}' for decay in decays)}"
 
 
-def _batch(facts: EngineFacts) -> str:
-    batch = f"{facts.micro_batch} samples per rank and micro-batch"
-    return batch if facts.accumulation == 1 else f"{batch}, {facts.accumulation} micro-batches a step"
+def _batch(engine: Any) -> str:
+    batch = f"{engine.train_micro_batch_size_per_gpu()} samples per rank and micro-batch"
+    accumulation = engine.gradient_accumulation_steps()
+    return batch if accumulation == 1 else f"{batch}, {accumulation} micro-batches a step"

@@ -79,8 +79,10 @@ def extensions_folder() -> Path:
 
 
 def host_peak_gb() -> float:
-    """Peak of this process's resident memory in GB, pinned pages included (VmHWM). `ru_maxrss` would report a larger
-    parent's."""
+    """Peak of this process's resident memory in GB, pinned pages included (VmHWM). On Linux `ru_maxrss` would report a
+    larger parent's."""
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024 / 1e9

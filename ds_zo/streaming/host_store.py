@@ -96,6 +96,11 @@ class HostStore:
         weakref.finalize(self, close_ring, ring).atexit = False
         return True
 
+    @property
+    def ring_nbytes(self) -> int:
+        """Bytes of the pinned ring; 0 without one."""
+        return 0 if self._ring is None else self._ring.nbytes
+
     def free(self, buffer: torch.Tensor) -> None:
         """Unpins one buffer. Call it after the buffer's last copy has finished."""
         self.nbytes -= buffer.numel()

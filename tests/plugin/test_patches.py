@@ -65,8 +65,8 @@ def test_the_import_replaces_the_attributes_of_the_table_and_uninstall_puts_them
     assert again == []
 
 
-def add_one(original: Callable[[], int]) -> Callable[[], int]:
-    return lambda: original() + 1
+def add_one(original: Callable[[], int]) -> int:
+    return original() + 1
 
 
 def test_a_patch_of_a_patch_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -33,8 +34,7 @@ from ds_zo import checkpoint, planner
 from ds_zo.backends import Backend, GroupedOptimizer, StepOutcome
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.config import ConfigError, registry
-from ds_zo.plugin import engine as plugin
-from ds_zo.plugin.startup import EngineFacts, ModelFacts, format_bytes, startup_table
+from ds_zo.plugin.startup import ModelFacts, format_bytes, startup_table
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -837,15 +837,20 @@ def test_the_table_says_why_weights_are_written_back_so_often(stream, offload, s
     assert ("without low bits" in rows["weights"]) == ("master" in stream)
 
 
-def test_the_table_of_a_gpu(seen):
+def test_the_table_of_a_gpu(seen, monkeypatch):
     """Its texts, without a GPU: blocks are moved and the interval is chosen after the first step."""
     engine = start(streamed("ZO"), tiny_model("llama").to(torch.bfloat16))
     store = engine.backend.block_store
     store.must_choose_interval = store.may_fill_device = True
     model = ModelFacts.of(engine.module)
+    summary = replace(engine.backend.startup_summary(), ranks=None)
     groups = [{"lr": 1e-3, "weight_decay": 0.0}, {"lr": 1e-4, "weight_decay": 0.0}]
-    facts = EngineFacts(model, torch.device("cuda:1"), groups, None, 1e-3, micro_batch=4, accumulation=1, num_ranks=3)
-    text = startup_table(engine.resolved, facts, replace(engine.backend.startup_summary(), ranks=None))
+    with monkeypatch.context() as gpu:
+        gpu.setattr(engine, "device", torch.device("cuda:1"))
+        gpu.setattr(engine, "dp_world_size", 3)
+        gpu.setattr(engine.optimizer, "param_groups", groups)
+        gpu.setattr(engine.backend, "startup_summary", lambda: summary)
+        text = startup_table(engine, model)
     assert text.startswith("ds_zo: backend zo on cuda:1\n") and len(text.splitlines()) == 11
     rows = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in text.splitlines()[1:])
     assert "GPU" in rows and "device" not in rows
@@ -854,6 +859,12 @@ def test_the_table_of_a_gpu(seen):
     assert rows["model"].endswith("all trained, bfloat16"), "the model's dtype, which this JSON does not name"
     assert rows["learning rate"] == "0.001, 0.0001, no scheduler"
     assert rows["ranks"] == "3, each with its own batch"
+    ring = "a pinned ring of 512 MiB over pageable memory"
+    monkeypatch.setattr(store.store, "_ring", SimpleNamespace(nbytes=512 * 2**20))
+    for pinned, said in ((0, ring), (999, f"1.0 kB pinned, the rest through {ring}")):
+        monkeypatch.setattr(store.store, "pinned_nbytes", pinned)
+        text = startup_table(engine, model)
+        assert rows["host"].replace("not pinned", said) in text.splitlines()[5]
     assert [format_bytes(n) for n in (999, 10**6, 10**8, 14 * 10**9)] == ["1.0 kB", "1.0 MB", "0.10 GB", "14.00 GB"]
 
 
@@ -908,7 +919,7 @@ def test_the_learning_rate_that_a_schedule_reaches_is_warned_of(seen, monkeypatc
     assert not told_of_rates(seen, shipped)
     shipped["optimizer"]["params"]["lr"] = 5e-4
     assert not told_of_rates(seen, shipped), "of a small model"
-    monkeypatch.setattr(plugin, "largest_zo_lr", lambda num_trainable: 1e-5 * num_trainable / 6)
+    monkeypatch.setattr("ds_zo.plugin.startup.largest_zo_lr", lambda num_trainable: 1e-5 * num_trainable / 6)
     assert "got 0.0005:" in told_of_rates(seen, shipped)[0], "of a larger one"
 
 

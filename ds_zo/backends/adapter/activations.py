@@ -31,8 +31,6 @@ class HostInputs:
         self._kept: weakref.WeakValueDictionary[int, KeptInput] = weakref.WeakValueDictionary()
         """Inputs that a backward may need, by their position in the order of saving."""
         self._num_saved = 0
-        self._last: weakref.ref[KeptInput] | None = None
-        """The input that was saved last, which is still on the device."""
 
     @property
     def nbytes(self) -> int:
@@ -52,14 +50,12 @@ class HostInputs:
             yield
 
     def _keep(self, tensor: torch.Tensor) -> KeptInput:
-        last = None if self._last is None else self._last()
-        if last is not None:
+        if (last := self._kept.get(self._num_saved - 1)) is not None:
             last.release_device()
         free = self._free.setdefault(tensor.nbytes, [])
         kept = KeptInput(self, tensor, free.pop() if free else self._store.take(tensor.nbytes), self._num_saved)
         self._kept[self._num_saved] = kept
         self._num_saved += 1
-        self._last = weakref.ref(kept)
         return kept
 
     def fetch(self, kept: KeptInput) -> torch.Tensor:
@@ -129,8 +125,7 @@ class KeptInput:
             self._device = None
 
     def __del__(self) -> None:
-        if self._device is not None and self._copied is not None:
-            self.wait()
+        self.release_device()
         self._owner.take_back(self._host)
 
 

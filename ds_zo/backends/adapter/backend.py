@@ -12,35 +12,34 @@ base ([Note: sharded blocks]).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.backends.adapter.base_hash import BaseHash
-from ds_zo.backends.adapter.block_store import resident_ids
 from ds_zo.backends.adapter.streamed import StreamedBase
-from ds_zo.backends.adapter.trained import AdapterParameters, groups_of
-from ds_zo.backends.common.backend import Backend, StepOutcome
+from ds_zo.backends.adapter.trained import AdapterParameters, groups_of, resident_ids
+from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.backends.common.startup import StartupSummary
+from ds_zo.backends.recompute.backend import RecomputedBackend
 from ds_zo.checkpoint.errors import CheckpointError, reading_content
-from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
-from ds_zo.checkpoint.snapshot import Snapshot, without_aliases
+from ds_zo.checkpoint.snapshot import Snapshot
 from ds_zo.config import AdamWParams, Resolved
+from ds_zo.logs import warn
 from ds_zo.optim import LossScaler
 from ds_zo.streaming.allocator import warn_of_fragmentation
 from ds_zo.streaming.node import use_world_timeout
 
 
-class AdapterBackend(Backend):
+class AdapterBackend(RecomputedBackend):
     """Calls `step()` of a real optimizer. See this module's docstring."""
 
     def __init__(
@@ -70,6 +69,7 @@ class AdapterBackend(Backend):
             )
         self._trained = AdapterParameters(module, optimizer, chosen=chosen, process_group=process_group)
         if self._base is not None:
+            self.module_state = self._base.state
             self._base.state.master_of = self._trained.master_of
         self._base_hash = BaseHash(module, self._base)
         if dist.is_initialized() and dist.get_world_size(process_group) > 1:
@@ -95,20 +95,19 @@ class AdapterBackend(Backend):
         )
 
     def _warn(self) -> None:
-        if dist.is_initialized() and dist.get_rank() != 0:
-            return
         if self._base is not None and not self._base.block_store.placement.blocks and self.config.trains:
-            logger.warning(
-                "ds_zo: no block has a frozen parameter, so no block is streamed and the whole model is on the device: "
-                "freeze the base model (PEFT does), or remove zero_optimization.offload_param"
+            warn(
+                "no block has a frozen parameter, so no block is streamed and the whole model is on the device: freeze "
+                "the base model (PEFT does), or remove zero_optimization.offload_param"
             )
-        warn_of_fragmentation(self.device, budget_gb=self.config.section.stream.device_memory_gb)
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            warn_of_fragmentation(self.device, budget_gb=self.config.section.stream.device_memory_gb)
 
     # Forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. A backward may follow also in evaluation mode, as for a model of `from_pretrained`."""
-        with self._plain_parameters():
+        with self.plain_parameters():
             if not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)
             with (
@@ -118,14 +117,10 @@ class AdapterBackend(Backend):
             ):
                 return self.module(*args, **kwargs)
 
-    def _plain_parameters(self) -> AbstractContextManager[None]:
-        """Context in which parameters do not report reads ([Note: direct access to parameters])."""
-        return nullcontext() if self._base is None else self._base.state.unwatched()
-
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
         with (
-            self._plain_parameters(),
+            self.plain_parameters(),
             nullcontext() if self._base is None else self._base.backward_pass(retain_graph=retain_graph),
         ):
             scaled.backward(retain_graph=retain_graph)
@@ -216,38 +211,8 @@ class AdapterBackend(Backend):
     def frozen_unread(self) -> AbstractContextManager[None]:
         return nullcontext() if self._base is None else self._base.state.frozen_undecoded()
 
-    def stored(self) -> dict[str, torch.Tensor]:
-        return super().stored() if self._base is None else self._base.state.stored()
-
-    @property
-    def stored_are_copies(self) -> bool:
-        return self._base is not None and bool(self._base.state.collected)
-
-    def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-        write = super().write_stored if self._base is None else self._base.state.write_stored
-        write(name, target, value)
-
-    def stored_changed(self) -> None:
-        if self._base is not None:
-            self._base.block_store.rewritten()
-
-    @contextmanager
-    def readable_on_rank_0(self) -> Iterator[None]:
-        with nullcontext() if self._base is None else self._base.state.readable_on_rank_0():
-            yield
-
-    def weights(self, *, omitted: Collection[str] = ()) -> Stream:
-        if self._base is None:
-            return super().weights(omitted=omitted)
-        state = self._base.state
-        tensors, _ = without_aliases(self.stored())
-        chosen = {name: value for name, value in tensors.items() if name not in omitted}
-        parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        specs = [Spec(name, value.dtype, tuple(value.shape)) for name, value in chosen.items()]
-        return specs, (
-            (name, state.read(parameters[name]).cpu() if name in parameters else value.cpu())
-            for name, value in chosen.items()
-        )
+    def read_stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return value.cpu() if self._base is None else self._base.state.read_stored(name, value)
 
     # Description
 

@@ -1,83 +1,220 @@
-"""The streamed blocks of a frozen base: forward passes, and backward passes that recompute blocks.
+"""A frozen base with streamed blocks: their storage in the format of `frozen_dtype`, and the passes over them.
 
-A backward pass adds the gradients of a block's trained parameters to `parameter.grad`, as autograd does. Blocks are
-never changed, so nothing is copied back.
+All parameters that may be trained are on the device. A backward pass adds their gradients to `parameter.grad`, as
+autograd does. Stored blocks never change, so nothing is copied back to the host. A block that is not stored in its
+parameters' dtype is decoded into one scratch buffer, which all blocks share, each time that it is materialised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_zo.backends.adapter.block_store import FrozenBlockStore, FrozenModuleState
-from ds_zo.backends.recompute.blocks import BlockCall, RecomputedBlock, refuse_router_logits
-from ds_zo.backends.recompute.wrapping import backward_order, forward_pass, wrap_blocks
+from ds_zo.backends.adapter.activations import HostInputs
+from ds_zo.backends.adapter.trained import resident_ids
+from ds_zo.backends.common.frozen_format import plan_frozen_format
+from ds_zo.backends.common.startup import StartupSummary, formats_of, summary_of_blocks
+from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
+from ds_zo.backends.recompute.blocks import refuse_router_logits
+from ds_zo.backends.recompute.wrapping import SingleBackward, forward_pass
 from ds_zo.config import Resolved
+from ds_zo.records.environment import host_free_bytes
+from ds_zo.streaming.loading import has_source, put_back
+from ds_zo.streaming.runtime import Slot
+from ds_zo.streaming.units import PlacedParameter, Unit
+
+_ROOM = 3
+"""Decoded copies of a unit that must fit free host memory before it is decoded."""
 
 
-class StreamedBase:
+class FrozenBlockStore(RecomputedBlockStore):
+    """Stores the frozen parameters of blocks, and decodes a block's weights when it is materialised."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: Resolved,
+        *,
+        param_groups: Sequence[dict[str, Any]],
+        device: torch.device,
+        process_group: Any = None,
+    ) -> None:
+        placement = plan_frozen_format(
+            module, param_groups, config, split=False, outside_blocks=resident_ids(module, param_groups)
+        )
+        placement.scratch_nbytes = max((unit.scratch_nbytes for unit in placement.blocks), default=0)
+        super().__init__(
+            module,
+            config,
+            param_groups=param_groups,
+            device=device,
+            process_group=process_group,
+            placement=placement,
+        )
+        self._scratch = torch.empty(placement.scratch_nbytes, dtype=torch.uint8, device=device)
+        self.host_inputs = (
+            HostInputs(device, pin=config.pin_memory) if config.section.stream.offload_activations else None
+        )
+
+    @staticmethod
+    def is_encoded(unit: Unit) -> bool:
+        """Whether some weights of the unit are stored in another format than their dtype."""
+        return any(not part.viewable for part in unit.parts)
+
+    @contextmanager
+    def materialise(self, unit: Unit) -> Iterator[MaterialisedBlock]:
+        with super().materialise(unit) as materialised:
+            if unit.streamed or not self.is_encoded(unit):
+                yield materialised
+                return
+            with torch.inference_mode(False), torch.no_grad():
+                unit.bind(self._decoded(unit, unit.store_buffer))
+            try:
+                yield materialised
+            finally:
+                unit.bind_stored()
+
+    def _views_in(self, unit: Unit, slot: Slot) -> list[torch.Tensor]:
+        """Decodes the unit's weights from the slot."""
+        return self._decoded(unit, slot.buffer) if self.is_encoded(unit) else super()._views_in(unit, slot)
+
+    def _decoded(self, unit: Unit, buffer: torch.Tensor) -> list[torch.Tensor]:
+        planes, outs = unit.planes(buffer), unit.outs(self._scratch)
+        for part, out, stored in zip(unit.parts, outs, planes, strict=True):
+            if out is not None:
+                part.decode_(out, stored)
+        return unit.views(planes, outs)
+
+    def saving_inputs(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        return super().saving_inputs(tensors) if self.host_inputs is None else self.host_inputs.saving(tensors)
+
+    def startup_summary(self) -> StartupSummary:
+        formats = formats_of(self.placement.blocks)
+        return summary_of_blocks(
+            self,
+            stored_as=f", blocks stored as {formats}" if formats else "",
+            scratch_nbytes=self._scratch.numel(),
+            fills_after="the second step",
+        )
+
+    def check_frozen(self) -> None:
+        """Raises if a parameter that is stored with its block requires a gradient."""
+        for unit in self.placement.blocks:
+            for part in unit.parts:
+                for placed in part.placed:
+                    if placed.parameter.requires_grad:
+                        raise ValueError(
+                            f"parameter {placed.name} was frozen when deepspeed.initialize ran, and is stored as "
+                            f"{part.stored_as}, which cannot be trained: unfreeze it before initialize and give it to "
+                            "the optimizer, or freeze it again"
+                        )
+
+
+class FrozenModuleState(RecomputedModuleState):
+    """Access by name to the weights of a `FrozenBlockStore`. Encoded weights are decoded when they are read."""
+
+    _block_store: FrozenBlockStore
+
+    def __init__(self, block_store: FrozenBlockStore, module: nn.Module) -> None:
+        self.master_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: None
+        """Returns the float32 master of a trained parameter. None: it has none."""
+        self.num_writes = 0
+        """Number of weights that were written by name so far."""
+        super().__init__(block_store, module)
+
+    def _is_read_whole(self, unit: Unit) -> bool:
+        return FrozenBlockStore.is_encoded(unit)
+
+    def _copy_whole(self, unit: Unit) -> dict[int, torch.Tensor]:
+        _check_host_memory(unit)
+        with self._block_store.materialise(unit):
+            return {id(p.parameter): p.parameter.detach().to("cpu", copy=True) for p in unit.placed}
+
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        self.num_writes += 1
+        super().write(parameter, value)
+
+    def read_stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return (self.read(self._parameters[name]) if name in self._parameters else value).cpu()
+
+    def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
+        self.num_writes += 1
+        super().write_stored(name, target, value)
+
+    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
+        master = self.master_of(placed.parameter)
+        return super()._full_fp32(unit, placed) if master is None else master.clone()
+
+    def close(self) -> None:
+        if self.owns_module() and not sys.is_finalizing():
+            self.stop_intercepting()
+            self.release_all(rebind=True)
+            self._return_encoded()
+        super().close()
+
+    @torch.no_grad()
+    def _return_encoded(self) -> None:
+        """Leaves encoded weights in the module, which outlives the engine: decoded, or unread if the model's files
+        provide them."""
+        for unit in self._block_store.placement.blocks:
+            if not FrozenBlockStore.is_encoded(unit):
+                continue
+            unread = {id(p.parameter) for p in unit.placed if has_source(self._module, p.parameter)}
+            values = [p.parameter if id(p.parameter) in unread else self.read(p.parameter) for p in unit.placed]
+            unit.bind(values)
+            unit.streamed = False
+            for placed in unit.placed:
+                if id(placed.parameter) in unread:
+                    put_back(self._module, placed.parameter)
+
+
+class StreamedBase(SingleBackward):
     """The block store of a model, its recomputed blocks, and the passes over them."""
+
+    block_store: FrozenBlockStore
 
     def __init__(
         self, module: nn.Module, config: Resolved, *, param_groups: Any, device: torch.device, process_group: Any
     ) -> None:
         refuse_router_logits(module)  # before weights are moved
-        self._module = module
-        self.block_store = FrozenBlockStore(
+        block_store = FrozenBlockStore(
             module, config, param_groups=param_groups, device=device, process_group=process_group
         )
-        self._blocks = wrap_blocks(module, self.block_store, consumer=self, compiler=None)
-        self.state = FrozenModuleState(self.block_store, module)
-        self._pass_number = 0
-        self._in_pass = self._retains = False
-        self._has_checked_strays = False
+        super().__init__(module, block_store)
+        self._module = module
+        self.state = FrozenModuleState(block_store, module)
 
     @contextmanager
     def forward_pass(self, call: Mapping[str, Any]) -> Iterator[None]:
         """Context of a training forward. `call`: the keywords of the forward."""
         refuse_router_logits(self._module, call)
         self.block_store.check_frozen()
-        with forward_pass(self.block_store, self._blocks, self.block_store.start_forward), self._strays_refused():
+        with (
+            forward_pass(self.block_store, self.blocks, self.block_store.start_forward),
+            self.block_store.first_forward_checked(),
+        ):
             yield
-        self._has_checked_strays = True
-
-    def _strays_refused(self) -> AbstractContextManager[Any]:
-        """See `RecomputedBlockStore.strays_refused`. One forward is checked."""
-        return nullcontext() if self._has_checked_strays else self.block_store.strays_refused()
-
-    @contextmanager
-    def backward_pass(self, *, retain_graph: bool) -> Iterator[None]:
-        """Context of a backward pass. Uploads blocks in the reverse of their forward order."""
-        self._pass_number += 1
-        self._in_pass, self._retains = True, retain_graph
-        try:
-            self.block_store.start_backward(backward_order(self._blocks), repeats=False)
-            yield
-        finally:
-            self._in_pass = False
-            self.block_store.runtime.finish()
-
-    # The methods of `recompute.blocks.BlockConsumer`
-
-    def begin_block_backward(self, call: BlockCall) -> bool:
-        if not self._in_pass:
-            raise RuntimeError(
-                "streamed blocks are uploaded in the order that engine.backward plans, got loss.backward(): call "
-                "engine.backward(loss)"
-            )
-        call.last_pass, call.graph_freed = self._pass_number, not self._retains
-        return True
-
-    def end_block_backward(self, block: RecomputedBlock) -> bool:
-        return False
 
     def close(self) -> None:
-        for block in self._blocks:
-            block.close()
+        super().close()
         self.state.close()
         if self.block_store.host_inputs is not None:
             self.block_store.host_inputs.close()
+
+
+def _check_host_memory(unit: Unit) -> None:
+    """Raises if host memory has no room for the decoded weights of a unit. The system would end the process instead."""
+    if sys.platform != "linux":
+        return
+    free = host_free_bytes()
+    if free < _ROOM * unit.scratch_nbytes:
+        raise RuntimeError(
+            f"host memory has no room for the decoded base, got {free / 1e9:.1f} GB free at {unit.name}: save the "
+            "adapters alone, by save_pretrained of the PEFT model, by save_checkpoint, or from Trainer with "
+            "zero_optimization.stage 3"
+        )

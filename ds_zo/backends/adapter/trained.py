@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_zo.streaming.placement import adapter_ids
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -180,3 +182,10 @@ def _check_shapes(here: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Te
 def groups_of(state: Mapping[str, Any]) -> Sequence[int]:
     """The number of parameters in each group of an optimizer's saved state."""
     return [len(group["params"]) for group in state["param_groups"]]
+
+
+def resident_ids(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> set[int]:
+    """Ids of the parameters that stay on the device in their own dtype: those that are trained, and PEFT's adapters,
+    trained or not."""
+    trained = {id(p) for group in param_groups for p in group["params"] if p.requires_grad}
+    return trained | adapter_ids(module)

@@ -54,8 +54,7 @@ class ModuleState(ABC):
         self._save: StandIn | None = None
         if hasattr(module, "peft_config") and hasattr(module, "save_pretrained"):
             save: Callable[..., Any] = module.save_pretrained  # type: ignore[assignment]
-            self._save = StandIn(partial(self._save_adapters, save), save)
-            object.__setattr__(module, "save_pretrained", self._save)
+            self._save = StandIn.put(module, "save_pretrained", partial(self._save_adapters, save))
         self._handles = []
         for m in module.modules():
             if any(p is not None and id(p) in self._placement_of for p in m._parameters.values()):
@@ -66,9 +65,7 @@ class ModuleState(ABC):
         for unit, placed in self._placement_of.values():
             self._attach_accessors(placed.parameter, partial(self._full_fp32, unit, placed))
         self._module = module
-        self._apply = StandIn(self._ignore_move, module._apply) if self._placement_of else None
-        if self._apply is not None:
-            object.__setattr__(module, "_apply", self._apply)
+        self._apply = StandIn.put(module, "_apply", self._ignore_move) if self._placement_of else None
         self.intercept()
 
     # Reads and writes of a parameter itself: [Note: direct access to parameters]
@@ -194,10 +191,9 @@ class ModuleState(ABC):
         self._units = []
         for handle in self._handles:
             handle.remove()
-        if self._apply is not None and self._module.__dict__.get("_apply") is self._apply:
-            object.__delattr__(self._module, "_apply")
-        if self._save is not None and self._module.__dict__.get("save_pretrained") is self._save:
-            object.__delattr__(self._module, "save_pretrained")
+        for stand_in in (self._apply, self._save):
+            if stand_in is not None:
+                stand_in.remove()
         for _, placed in self._placement_of.values():
             self._detach_accessors(placed.parameter)
 
@@ -318,9 +314,9 @@ class ModuleState(ABC):
                 found[m] = its
         return found
 
-    def check_forward(self, parameters: Sequence[nn.Parameter], *, is_written: bool) -> None:
-        """Refuses a forward that would use the stored weights of gathered parameters, if `is_written` or if a copy was
-        changed. A write through `.data` leaves no trace."""
+    def check_forward(self, parameters: Sequence[nn.Parameter], is_written: bool, *hooked: Any) -> None:
+        """Hook before the forward of a module. Refuses a forward that would use the stored weights of gathered
+        parameters, if `is_written` or if a copy was changed. A write through `.data` leaves no trace."""
         for p in parameters:
             if not self.is_gathered(p) or self._placement_of[id(p)][0].state is UnitState.MATERIALISED:
                 continue

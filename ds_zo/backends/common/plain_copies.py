@@ -8,6 +8,7 @@ that an engine sets on a module is a `Hook` or a `StandIn`.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from functools import update_wrapper
 from typing import Any
@@ -36,6 +37,18 @@ def _nothing(*args: Any) -> None:
     pass
 
 
+def weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """A hook that calls a bound method with `first` before its other arguments. It does not keep the method's object
+    alive, and does nothing once the object is freed: a hook outlives an engine that was dropped without `destroy`."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = found()
+        return None if alive is None else alive(*first, *args)
+
+    return Hook(call)
+
+
 class StandIn:
     """A replacement of a module's method. It calls `call`; a copied or pickled module has the original `method`."""
 
@@ -43,6 +56,26 @@ class StandIn:
         update_wrapper(self, method)
         self._call = call
         self._method = method
+        self._place: tuple[Any, str, Any] | None = None
+        """The object, the method's name, and the attribute of that name that the object had itself before, or None."""
+
+    @classmethod
+    def put(cls, owner: Any, name: str, call: Callable[..., Any]) -> StandIn:
+        """Replaces a method of one object until `remove`."""
+        found = cls(call, getattr(owner, name))
+        found._place = owner, name, vars(owner).get(name)
+        object.__setattr__(owner, name, found)
+        return found
+
+    def remove(self) -> None:
+        """Puts the original back, unless other code has replaced this stand-in."""
+        if self._place is None or vars(self._place[0]).get(self._place[1]) is not self:
+            return
+        owner, name, before = self._place
+        if before is None:
+            object.__delattr__(owner, name)
+        else:
+            object.__setattr__(owner, name, before)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)

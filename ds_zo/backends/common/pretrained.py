@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,28 +45,23 @@ class PretrainedSaving:
 
     def __init__(self, module: nn.Module, read: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """`read` returns the current weights of a parameter."""
-        self._module = module
-        self._read = read
-        self._save: Callable[..., Any] | None = None
+        self._module, self._read = module, read
         self._stand_in: StandIn | None = None
         if _is_plain_pretrained(module):
-            save: Callable[..., Any] = module.save_pretrained  # type: ignore[assignment]
-            self._save = save
-            self._stand_in = StandIn(self._save_by_shard, save)
-            object.__setattr__(module, "save_pretrained", self._stand_in)
+            own: Any = module.save_pretrained
+            self._stand_in = StandIn.put(module, "save_pretrained", partial(self._save_by_shard, own))
 
     def close(self) -> None:
-        if self._stand_in is not None and self._module.__dict__.get("save_pretrained") is self._stand_in:
-            object.__delattr__(self._module, "save_pretrained")
+        if self._stand_in is not None:
+            self._stand_in.remove()
 
-    def _save_by_shard(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        assert self._save is not None
+    def _save_by_shard(self, save: Callable[..., Any], save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         # If the model's files have another layout than its parameters, transformers needs all weights to convert them.
         if not args and kwargs.get("state_dict") is None and not versions.converts_weights(self._module):
             kwargs["state_dict"] = self._placeholders()
             kwargs |= versions.saving_arguments()
             kwargs.setdefault("max_shard_size", _SHARD)
-        return self._save(save_directory, *args, **kwargs)
+        return save(save_directory, *args, **kwargs)
 
     def _placeholders(self) -> dict[str, torch.Tensor]:
         """Placeholders of all weights, and the buffers, by the names of `state_dict`. A tied weight occurs once, under

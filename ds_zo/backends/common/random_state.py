@@ -29,7 +29,7 @@ class RandomState:
     def get_state(self) -> tuple[Any, ...]:
         """The states of torch's global generators and of `own`, and of Python's and numpy's with `swap_python`."""
         cuda = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
-        python = (random.getstate(), np.random.get_state()) if self.swap_python else None
+        python = self.python_state() if self.swap_python else None
         return torch.get_rng_state(), cuda, python, [_state_of(generator) for generator in self.own]
 
     def set_state(self, state: tuple[Any, ...]) -> None:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ds_zo.streaming.block_store import BlockStore
+from ds_zo.streaming.units import Unit
+
 
 @dataclass(frozen=True)
 class StartupSummary:
@@ -31,6 +34,9 @@ class StartupSummary:
     pinned_bytes: int = 0
     """Bytes of `host_bytes` that are page-locked."""
 
+    ring_bytes: int = 0
+    """Bytes of the pinned ring through which blocks are uploaded from pageable memory; 0 without one."""
+
     host_note: str = ""
     """A remark on `host_bytes`, or an empty string."""
 
@@ -41,23 +47,53 @@ class StartupSummary:
     """How ranks share the work. None: each rank has its own batch, and gradients are averaged."""
 
 
-def resident_summary(module: nn.Module, device: torch.device, *, settings: str = "") -> StartupSummary:
+def resident_summary(module: nn.Module, device: torch.device) -> StartupSummary:
     """The summary of a backend whose module is on the device."""
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}.values()
     return StartupSummary(
         weights="all on the GPU" if device.type == "cuda" else f"all on the device ({device.type})",
         device_bytes={"weights": sum(t.nbytes for t in tensors)},
-        settings=settings,
     )
 
 
-def place_of_blocks(num_streamed: int, num_blocks: int, *, verb: str = "stream from the host") -> str:
-    """Says how many blocks are streamed. Modules outside the blocks are always on the device."""
-    if num_streamed == 0:
-        return f"all {num_blocks} blocks and the other modules on the device"
+def summary_of_blocks(
+    store: BlockStore, *, stored_as: str = "", scratch_nbytes: int = 0, fills_after: str = "the first step"
+) -> StartupSummary:
+    """The summary of a backend whose blocks may stream. `stored_as`: formats of blocks, after a comma. `fills_after`:
+    when `fill_device` moves blocks to the device, in words."""
+    num_blocks = len(store.placement.blocks)
+    num_streamed = num_blocks - store.num_resident
     shown = f"all {num_blocks}" if num_streamed == num_blocks else f"{num_streamed} of {num_blocks}"
-    return f"{shown} blocks {verb}, the other weights are on the device"
+    place, pieces, host = "stream from the host", 0, store.store.nbytes
+    if store.shards is not None:
+        place = f"are sharded over the devices of {store.shards.partition.size} ranks"
+        pieces, host = host, 0
+    weights = f"{shown} blocks {place}, the other weights are on the device"
+    if num_streamed == 0:
+        weights = f"all {num_blocks} blocks and the other modules on the device"
+    slots = (*store.runtime.slots, *store.runtime.low_slots)
+    on_device = {
+        "weights": store.resident_nbytes,
+        "this rank's pieces": pieces,
+        "slots": sum(slot.buffer.numel() for slot in slots),
+        "scratch": scratch_nbytes,
+    }
+    return StartupSummary(
+        weights=weights
+        + stored_as
+        + (f"; blocks that fit move to the GPU after {fills_after}" if store.may_fill_device else ""),
+        device_bytes=nonzero(on_device),
+        host_bytes=nonzero({"weights": host}),
+        pinned_bytes=store.store.pinned_nbytes,
+        ring_bytes=store.store.ring_nbytes,
+        host_note="" if store.shared is None else f"the part of one of {store.shared.partition.size} ranks",
+    )
 
 
-def nonzero(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
-    return {name: nbytes for name, nbytes in sizes if nbytes}
+def formats_of(blocks: Iterable[Unit]) -> str:
+    """The formats in which blocks are stored, such as "bfloat16/nf4". An empty string without blocks."""
+    return "/".join(sorted({part.stored_as for unit in blocks for part in unit.parts}))
+
+
+def nonzero(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {name: nbytes for name, nbytes in sizes.items() if nbytes}

@@ -72,6 +72,10 @@ class WeightAccess:
         `load_weights` call it."""
         return {name: value for name, value in self.module.state_dict().items() if isinstance(value, torch.Tensor)}
 
+    def read_stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        """Returns the weight or buffer `name` in host memory. `value` is the tensor that `stored` returned for it."""
+        return value.cpu()
+
     def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
         """Writes `value` to the weight or buffer `name`. `target` is the tensor that `stored` returned for `name`.
         Every rank calls it, for the same names in the same order."""
@@ -154,7 +158,7 @@ class WeightAccess:
         tensors, _ = without_aliases(self.stored())
         chosen = {name: value for name, value in tensors.items() if name not in omitted}
         specs = [Spec(name, value.dtype, tuple(value.shape)) for name, value in chosen.items()]
-        return specs, ((name, value.cpu()) for name, value in chosen.items())
+        return specs, ((name, self.read_stored(name, value)) for name, value in chosen.items())
 
     @torch.no_grad()
     def load_weights(self, weights: Weights, *, strict: bool = True) -> None:

@@ -24,8 +24,8 @@ On several ranks a layer's gradients are averaged before its update ([Note: one 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_zo.backends.common.backend import Backend, StepOutcome
+from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
@@ -48,6 +48,7 @@ from ds_zo.backends.lomo.skipped_updates import SkippedUpdates
 from ds_zo.backends.lomo.state import check_saved_states, load_saved_states, saved_states
 from ds_zo.backends.lomo.updates import SGD, Updater, UpdateRule
 from ds_zo.backends.lomo.window import AccumulationWindow
+from ds_zo.backends.recompute.backend import RecomputedBackend
 from ds_zo.backends.recompute.block_store import RecomputedBlockStore, RecomputedModuleState
 from ds_zo.backends.recompute.blocks import BlockConsumer, RecomputedBlock, refuse_router_logits
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, is_compiled, run_backward_twice
@@ -61,7 +62,7 @@ from ds_zo.streaming.node import use_world_timeout
 _LARGE_LR_FOR_VALUE_CLIPPING = 1e-3
 
 
-class LOMOBackend(Backend):
+class LOMOBackend(RecomputedBackend):
     """Updates each parameter by SGD as soon as its gradient is complete. See this module's docstring."""
 
     accumulates: ClassVar[bool] = False
@@ -89,8 +90,6 @@ class LOMOBackend(Backend):
         self._window = AccumulationWindow(
             SkippedUpdates(device), accumulation=self.settings.accumulation, params_at=config.params_at
         )
-        self._has_checked_strays = False
-        """One forward was checked for weights of streamed blocks that are used outside of their block."""
         self._block_store = None
         if self.places_parameters(config):
             self._block_store = RecomputedBlockStore(
@@ -115,7 +114,7 @@ class LOMOBackend(Backend):
             make_reducer=self._make_reducer,
         )
         self._publish_scale(overflow=False)
-        self._module_state = None if self._block_store is None else RecomputedModuleState(self._block_store, module)
+        self.module_state = None if self._block_store is None else RecomputedModuleState(self._block_store, module)
         self._warn()
 
     @classmethod
@@ -179,12 +178,8 @@ class LOMOBackend(Backend):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. A backward may follow also in evaluation mode: `from_pretrained` returns models in that
         mode, and a user may train them in it."""
-        with self._plain_parameters():
+        with self.plain_parameters():
             return self._forward(*args, **kwargs)
-
-    def _plain_parameters(self) -> AbstractContextManager[None]:
-        """Context in which parameters do not report reads ([Note: direct access to parameters])."""
-        return nullcontext() if self._module_state is None else self._module_state.unwatched()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -204,10 +199,9 @@ class LOMOBackend(Backend):
             forward_pass(store, self._passes.blocks, store.start_forward)
             if store is not None and trains
             else nullcontext(),
-            store.strays_refused() if store is not None and not self._has_checked_strays else nullcontext(),
+            nullcontext() if store is None else store.first_forward_checked(),
         ):
             output = self.module(*args, **kwargs)
-        self._has_checked_strays = True
         if self._foreign_leaves is not None:
             self._foreign_leaves.record_forward((args, kwargs), output)
         return output
@@ -215,7 +209,7 @@ class LOMOBackend(Backend):
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         """Runs the graph backward, once or twice, and updates the weights. See [Note: two passes]."""
         is_compiled_twice = self._two_passes and (self._compiler is not None or is_compiled(self.module))
-        with self._plain_parameters(), run_backward_twice() if is_compiled_twice else nullcontext():
+        with self.plain_parameters(), run_backward_twice() if is_compiled_twice else nullcontext():
             self._backward(loss, retain_graph=retain_graph)
 
     def _backward(self, loss: torch.Tensor, *, retain_graph: bool) -> None:
@@ -331,29 +325,9 @@ class LOMOBackend(Backend):
             ranks=self._passes.reducer.startup_text(),
         )
 
-    def stored(self) -> dict[str, torch.Tensor]:
-        return super().stored() if self._module_state is None else self._module_state.stored()
-
-    @property
-    def stored_are_copies(self) -> bool:
-        return self._module_state is not None and bool(self._module_state.collected)
-
-    def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-        write = super().write_stored if self._module_state is None else self._module_state.write_stored
-        write(name, target, value)
-
-    @contextmanager
-    def readable_on_rank_0(self) -> Iterator[None]:
-        with nullcontext() if self._module_state is None else self._module_state.readable_on_rank_0():
-            yield
-
-    def stored_changed(self) -> None:
-        if self._block_store is not None:
-            self._block_store.rewritten()
-
     def close(self) -> None:
         self._passes.close()
         if self._compiler is not None:
             self._compiler.close()
-        if self._module_state is not None:
-            self._module_state.close()
+        if self.module_state is not None:
+            self.module_state.close()

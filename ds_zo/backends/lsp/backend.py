@@ -31,8 +31,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_zo.backends.common.backend import Backend, StepOutcome
+from ds_zo.backends.common.plain_copies import weakly
 from ds_zo.backends.common.startup import StartupSummary, nonzero
-from ds_zo.backends.common.weak_hooks import weakly
 from ds_zo.backends.lsp.backward import LSPBackwardPass
 from ds_zo.backends.lsp.calibration import Calibration, adopt
 from ds_zo.backends.lsp.groups import LSPGroups
@@ -99,8 +99,6 @@ class LSPBackend(Backend):
         self._streamed = self._make_streamed_blocks() if self.places_parameters(config) else None
         if self._compiler is not None and self._streamed is None:
             self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
-        self._has_checked_strays = self._streamed is None
-        """One forward was checked for weights of streamed blocks that are used outside of their block."""
         self._matrices = find_matrices(module, settings, device=device)
         layers = group_matrices(module, self._matrices, config.section.stream.blocks)
         unit_of = {} if self._streamed is None else self._streamed.unit_of
@@ -200,7 +198,6 @@ class LSPBackend(Backend):
                 self._trained.check(self._num_steps)
             with self._forward_pass(), self._pending.watched():
                 output = self.module(*args, **kwargs)
-        self._has_checked_strays = True
         return output
 
     @contextmanager
@@ -212,8 +209,8 @@ class LSPBackend(Backend):
                 stack.enter_context(streamed.forward_pass(self._pending.units()))
             elif trains or streamed is not None or self._compiler is not None:
                 stack.enter_context(without_caches(self.module))
-            if streamed is not None and not self._has_checked_strays:
-                stack.enter_context(streamed.block_store.strays_refused())
+            if streamed is not None:
+                stack.enter_context(streamed.block_store.first_forward_checked())
             yield
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
@@ -385,7 +382,7 @@ class LSPBackend(Backend):
             base,
             settings=self._settings_text(),
             device_bytes={**base.device_bytes, "projectors and states": footprint["device_bytes"]},
-            host_bytes={**base.host_bytes, **nonzero([("states", footprint["host_bytes"])])},
+            host_bytes={**base.host_bytes, **nonzero({"states": footprint["host_bytes"]})},
             pinned_bytes=base.pinned_bytes + self._groups.store.pinned_nbytes,
             ranks=None if ranks is None else ranks_text(self._matrices, ranks.size, owned=self._groups.has_owners),
         )

@@ -10,8 +10,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ds_zo.backends.common.plain_copies import weakly
 from ds_zo.backends.common.stray_weights import used_outside
-from ds_zo.backends.common.weak_hooks import weakly
 from ds_zo.backends.lsp.calibration import Calibration
 from ds_zo.backends.lsp.groups import LSPGroups
 from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup

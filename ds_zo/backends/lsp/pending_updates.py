@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ds_zo.backends.common.plain_copies import weakly
 from ds_zo.backends.common.stray_weights import StrayWeightDetector
-from ds_zo.backends.common.weak_hooks import weakly
 from ds_zo.backends.lsp.groups import LSPGroups
 from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
 from ds_zo.backends.lsp.matrices import MatrixGroup, owners

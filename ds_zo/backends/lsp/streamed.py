@@ -24,9 +24,9 @@ from torch import nn
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
-from ds_zo.backends.recompute.blocks import BlockCall, RecomputedBlock, refuse_router_logits
+from ds_zo.backends.recompute.blocks import RecomputedBlock, refuse_router_logits
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
-from ds_zo.backends.recompute.wrapping import backward_order, forward_pass, wrap_blocks
+from ds_zo.backends.recompute.wrapping import SingleBackward, forward_pass
 from ds_zo.config import Resolved
 from ds_zo.streaming.units import PlacedParameter, Unit
 
@@ -104,8 +104,10 @@ def without_caches(module: nn.Module) -> AbstractContextManager[None]:
     return Caches(module).off()
 
 
-class StreamedBlocks:
+class StreamedBlocks(SingleBackward):
     """The streamed blocks of a model: their store, and the forward and backward passes over them."""
+
+    block_store: UpdatingBlockStore
 
     def __init__(
         self,
@@ -124,14 +126,12 @@ class StreamedBlocks:
         `end_block_backward(unit, more_to_come)` is called when all gradients of a block's backward have come.
         `more_to_come`: the block runs again in this backward pass."""
         refuse_router_logits(module)  # before weights are moved
-        self.block_store = UpdatingBlockStore(
+        block_store = UpdatingBlockStore(
             module, config, apply_pending_update=apply_pending_update, param_groups=param_groups, device=device
         )
+        super().__init__(module, block_store, compiler=compiler)
         self._module = module
         self._end_block_backward = end_block_backward
-        self._pass = 0
-        self._is_passing = self._retains = False
-        self._blocks = wrap_blocks(module, self.block_store, consumer=self, compiler=compiler)
         self.unit_of = {
             id(placed.parameter): unit for unit in self.block_store.placement.blocks for placed in unit.placed
         }
@@ -144,32 +144,11 @@ class StreamedBlocks:
     def forward_pass(self, pending_units: Sequence[Unit]) -> Iterator[None]:
         """Around a forward pass. `pending_units`: blocks whose pending update the pass will apply."""
         start = partial(self.block_store.start_forward_of, pending_units)
-        with without_caches(self._module), forward_pass(self.block_store, self._blocks, start):
+        with without_caches(self._module), forward_pass(self.block_store, self.blocks, start):
             yield
-
-    @contextmanager
-    def backward_pass(self, *, retain_graph: bool) -> Iterator[None]:
-        """Around a backward pass: uploads blocks in the reverse of their forward order."""
-        self._pass += 1
-        self._is_passing, self._retains = True, retain_graph
-        try:
-            self.block_store.start_backward(backward_order(self._blocks), repeats=False)
-            yield
-        finally:
-            self._is_passing = False
-            self.block_store.runtime.finish()
-
-    def begin_block_backward(self, call: BlockCall) -> bool:
-        if not self._is_passing:
-            raise RuntimeError(
-                "streamed blocks are uploaded in the order that engine.backward plans, got loss.backward(): call "
-                "engine.backward(loss)"
-            )
-        call.last_pass, call.graph_freed = self._pass, not self._retains
-        return True
 
     def end_block_backward(self, block: RecomputedBlock) -> bool:
-        self._end_block_backward(block.unit, block.has_pending_calls(self._pass))
+        self._end_block_backward(block.unit, block.has_pending_calls(self.pass_number))
         return False
 
     # Weights
@@ -192,6 +171,5 @@ class StreamedBlocks:
         return self.state.stored()
 
     def close(self) -> None:
-        for block in self._blocks:
-            block.close()
+        super().close()
         self.state.close()

@@ -15,10 +15,10 @@ not run blocks in different orders.) Modules outside of blocks are on the device
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,13 @@ from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
 from ds_zo.backends.common.pretrained import PretrainedSaving
-from ds_zo.backends.common.startup import StartupSummary, nonzero, place_of_blocks
+from ds_zo.backends.common.startup import StartupSummary, summary_of_blocks
 from ds_zo.backends.common.stray_weights import refuse_strays
 from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
 from ds_zo.checkpoint.snapshot import host_copy, persistent_buffers
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.streaming.block_store import BlockStore
-from ds_zo.streaming.budget import DeviceBytes, device_bytes, reset_peak_memory
+from ds_zo.streaming.budget import device_bytes, reset_peak_memory
 from ds_zo.streaming.device_shards import DeviceShardRuntime
 from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.loading import check_frozen_dtype
@@ -51,9 +51,6 @@ class MaterialisedBlock:
 
 class RecomputedBlockStore(BlockStore):
     """Stores the weights of a model with recomputed blocks, and materialises a block's weights on the device."""
-
-    fills_after: ClassVar[str] = "the first step"
-    """When the backend calls `fill_device` first, in words."""
 
     def __init__(
         self,
@@ -77,24 +74,21 @@ class RecomputedBlockStore(BlockStore):
             check_frozen_dtype(module, "auto")
             placement = plan_units(module, param_groups, block_paths=stream.blocks, split=False)
             placement.scratch_nbytes = 0  # updates are made in place
-        units = placement
-        num_slots = stream.device_slots if stream.overlap else 1
-
-        def needed(num_resident: int) -> DeviceBytes:
-            sizes = device_bytes(units, num_resident=num_resident, num_slots=num_slots)
-            return replace(sizes, scratch=units.scratch_nbytes)
-
+        units, num_slots = placement, stream.device_slots if stream.overlap else 1
         super().__init__(
             module,
             config,
             placement=placement,
             num_resident=min(len(placement.blocks), stream.resident_blocks or 0),
-            needed=needed,
+            needed=lambda num_resident: replace(
+                device_bytes(units, num_resident=num_resident, num_slots=num_slots), scratch=units.scratch_nbytes
+            ),
             device=device,
             process_group=process_group,
             remedy="raise it or keep fewer blocks resident",
         )
         self._module = module
+        self._has_checked_strays = False
         self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """The parameters' views of a slot and the slot's buffer, by the ids of unit and slot."""
         self._make_buffers()
@@ -164,12 +158,14 @@ class RecomputedBlockStore(BlockStore):
     def is_materialised(self, unit: Unit) -> bool:
         return unit.in_use
 
-    def strays_refused(self) -> AbstractContextManager[None]:
-        """Context of a forward that raises where a block's weight is used outside of its block. It does nothing for a
-        module that the user has compiled."""
-        if is_compiled_by_user(self._module):
-            return nullcontext()
-        return refuse_strays(self.placement.blocks)
+    @contextmanager
+    def first_forward_checked(self) -> Iterator[None]:
+        """Context of each forward. The first one raises where a block's weight is used outside of its block, unless the
+        user has compiled the module."""
+        checks = not self._has_checked_strays and not is_compiled_by_user(self._module)
+        with refuse_strays(self.placement.blocks) if checks else nullcontext():
+            yield
+        self._has_checked_strays = True
 
     @property
     def has_materialised(self) -> bool:
@@ -190,16 +186,6 @@ class RecomputedBlockStore(BlockStore):
 
     # Reading and writing
 
-    def collect(self, keep: Callable[[PlacedParameter, torch.Tensor], None]) -> None:
-        """Calls `keep` with every parameter and its weights, one unit at a time. All ranks call it, because sharded
-        units are gathered."""
-        for unit in self.placement.units:
-            views = [placed.parameter.detach() for placed in unit.placed]
-            if self.shards is not None and unit.is_sharded:
-                views = self.shards.whole(unit)
-            for placed, view in zip(unit.placed, views, strict=True):
-                keep(placed, view)
-
     def rewritten(self) -> None:
         """Called by every rank after writes to stored bytes: slots are uploaded again before their next use."""
         self.runtime.invalidate_slots()
@@ -207,60 +193,30 @@ class RecomputedBlockStore(BlockStore):
             self.shared.node.barrier()
 
     def describe(self) -> str:
-        gib = 2**30
         blocks, units = self.placement.blocks, self.placement.units
-        num_streamed = sum(u.streamed for u in blocks)
-        share = "" if self.shared is None else f" (the part of one of {self.shared.partition.size} ranks)"
-        placement = "stream" if self.shards is None else f"are sharded over {self.shards.partition.size} ranks' devices"
-        host = (
-            f"host: {self.store.nbytes / gib:.2f} GiB{share}, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned"
-            if self.shards is None
-            else f"this rank's pieces {self.shards.nbytes / gib:.2f} GiB"
-        )
         return (
-            f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
-            f"other modules; {num_streamed} blocks {placement}, {len(blocks) - num_streamed} stay on the device; the "
-            "backward pass recomputes every block from its inputs\n"
-            f"ds_zo: device: weights {self.resident_nbytes / gib:.2f} GiB, {len(self.runtime.slots)} slots "
-            f"{self.slots_nbytes / gib:.2f} GiB; {host}"
+            f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} other "
+            f"modules: {self.startup_summary().weights}; {len(self.runtime.slots)} slots; the backward pass recomputes "
+            "every block from its inputs"
         )
 
     def startup_summary(self) -> StartupSummary:
-        """Placement and memory for the start-up table."""
-        blocks = self.placement.blocks
-        verb = "stream from the host"
-        if self.shards is not None:
-            verb = f"are sharded over the devices of {self.shards.partition.size} ranks"
-        pieces = 0 if self.shards is None else self.shards.nbytes
-        return StartupSummary(
-            weights=place_of_blocks(sum(u.streamed for u in blocks), len(blocks), verb=verb)
-            + (f"; blocks that fit move to the GPU after {self.fills_after}" if self.may_fill_device else ""),
-            device_bytes=nonzero(
-                [("weights", self.resident_nbytes), ("this rank's pieces", pieces), ("slots", self.slots_nbytes)]
-            ),
-            host_bytes=nonzero([("weights", self.store.nbytes if self.shards is None else 0)]),
-            pinned_bytes=self.store.pinned_nbytes if self.shards is None else 0,
-            host_note="" if self.shared is None else f"the part of one of {self.shared.partition.size} ranks",
-        )
+        return summary_of_blocks(self)
 
     def close(self, *, keep_weights: bool) -> None:
         """Frees slots and storage. `keep_weights`: the module remains usable, so its weights move to memory of this
         process. Parameters that are sharded over devices are left without elements, as by DeepSpeed, because no rank
         has more than a piece of them."""
         self.wait()
-        if self.shards is not None and keep_weights:
-            for unit in self.placement.blocks:
-                if unit.is_sharded:
-                    unit.bind(torch.empty(0, dtype=p.parameter.dtype, device=self.device) for p in unit.placed)
-                    for placed in unit.placed:
-                        placed.parameter._ds_zo_left = True  # type: ignore[attr-defined]
-        if self.shared is not None and keep_weights:
-            for unit in self.placement.blocks:
-                if unit.streamed:
-                    unit.assign_buffers(
-                        self.shared.private(unit.store_buffer), None, streamed=False, low_streamed=False
-                    )
-                    unit.bind_stored()
+        for unit in self.placement.blocks if keep_weights else ():
+            if unit.is_sharded:
+                unit.bind(torch.empty(0, dtype=p.parameter.dtype, device=self.device) for p in unit.placed)
+                for placed in unit.placed:
+                    placed.parameter._ds_zo_left = True  # type: ignore[attr-defined]
+            elif self.shared is not None and unit.streamed:
+                own = self.shared.private(unit.store_buffer)
+                unit.assign_buffers(own, None, streamed=False, low_streamed=False)
+                unit.bind_stored()
         self.runtime.wait_for_copies()
         self._views.clear()
         self.runtime.free_buffers()
@@ -273,15 +229,13 @@ class RecomputedModuleState(ModuleState):
     def __init__(self, block_store: RecomputedBlockStore, module: nn.Module) -> None:
         self._block_store = block_store
         self.collected: dict[int, torch.Tensor] = {}
-        """Gathered weights in host memory, by the parameter's id. Filled on one rank inside `collecting`, else
+        """Gathered weights in host memory, by the parameter's id. Filled on rank 0 inside `readable_on_rank_0`, else
         empty."""
-        self._gathered: tuple[int, int, dict[int, torch.Tensor]] | None = None
-        """The unit that was gathered last: its id, its version, and copies of its weights that have not been read yet,
-        by the parameter's id. Callers read a block's parameters one at a time."""
+        self._copies: tuple[int, int, dict[int, torch.Tensor]] | None = None
+        """The unit that was read last as a whole: its id, its version, and copies of its weights that have not been
+        read yet, by the parameter's id. Callers read a block's parameters one at a time."""
         super().__init__(block_store.placement.units, module, device=block_store.device)
-        named = module.named_parameters(remove_duplicate=False)
-        self._sharded = {name: p for name, p in named if self._placement_of[id(p)][0].is_sharded}
-        """Parameters by name that are sharded over devices: this rank has a piece at most ([Note: device shards])."""
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
         self._pretrained = PretrainedSaving(module, self.read)
 
     @torch.no_grad()
@@ -292,7 +246,7 @@ class RecomputedModuleState(ModuleState):
         if self._is_busy() or unit.is_sharded:
             return
         with torch.inference_mode(False):
-            if self._is_shared(unit):
+            if self._is_shared(unit) or self._is_read_whole(unit):
                 self._show_copies(unit, step=unit.version)
             else:
                 self._block_store.runtime.prepare_host_write(unit)
@@ -300,44 +254,32 @@ class RecomputedModuleState(ModuleState):
     def _is_shared(self, unit: Unit) -> bool:
         return unit.is_sharded or (self._block_store.shared is not None and unit.streamed)
 
+    def _is_read_whole(self, unit: Unit) -> bool:
+        """Whether a parameter of the unit is read and written by way of the whole unit. True for units that are sharded
+        over devices: this rank has a piece at most ([Note: device shards])."""
+        return unit.is_sharded
+
     @torch.no_grad()
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         unit, placed = self._placement_of[id(parameter)]
         if id(parameter) in self.collected:
             return self.collected[id(parameter)]
-        if unit.is_sharded:
-            return self._read_sharded(unit, parameter)
+        if self._is_read_whole(unit):
+            key = (id(unit), unit.version)
+            if self._copies is None or self._copies[:2] != key or id(parameter) not in self._copies[2]:
+                self._copies = None  # frees the last unit's copies first
+                self._copies = (*key, self._copy_whole(unit))
+            return self._copies[2].pop(id(parameter))
         if not unit.streamed:
             return parameter.detach()
         return self._stored(unit, placed).clone()
 
-    def _read_sharded(self, unit: Unit, parameter: nn.Parameter) -> torch.Tensor:
-        """Gathers a unit. All ranks call it, because all read the same parameters in the same order."""
-        if self._gathered is None or self._gathered[:2] != (id(unit), unit.version):
-            assert self._block_store.shards is not None
-            views = zip(unit.placed, self._block_store.shards.whole(unit), strict=True)
-            copies = {id(p.parameter): view.to("cpu", copy=True) for p, view in views}
-            self._gathered = (id(unit), unit.version, copies)
-        copy = self._gathered[2].pop(id(parameter), None)
-        if copy is None:  # it was read before
-            self._gathered = None
-            return self._read_sharded(unit, parameter)
-        return copy
-
-    @contextmanager
-    def collecting(self, *, keeps: bool) -> Iterator[None]:
-        """Context in which a rank with `keeps` can read all weights without the other ranks. All ranks enter it."""
-
-        def keep(placed: PlacedParameter, view: torch.Tensor) -> None:
-            if keeps:
-                self.collected[id(placed.parameter)] = view.to("cpu", copy=True)
-
-        try:
-            with torch.no_grad():
-                self._block_store.collect(keep)
-            yield
-        finally:
-            self.collected = {}
+    def _copy_whole(self, unit: Unit) -> dict[int, torch.Tensor]:
+        """Gathers a unit, and returns copies in host memory by the parameter's id. All ranks call it, because all read
+        the same parameters in the same order."""
+        assert self._block_store.shards is not None
+        views = zip(unit.placed, self._block_store.shards.whole(unit), strict=True)
+        return {id(p.parameter): view.to("cpu", copy=True) for p, view in views}
 
     # The methods of `Backend` with the same names
 
@@ -350,13 +292,29 @@ class RecomputedModuleState(ModuleState):
         return weights | (host_copy(buffers) if self.collected else buffers)
 
     def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-        if name in self._sharded:
-            self.write(self._sharded[name], value)
+        parameter = self._parameters.get(name)
+        if parameter is not None and self._is_read_whole(self._placement_of[id(parameter)][0]):
+            self.write(parameter, value)
         else:
             target.copy_(value)
 
-    def readable_on_rank_0(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._block_store.shards is None else self.collecting(keeps=dist.get_rank() == 0)
+    def stored_changed(self) -> None:
+        self._block_store.rewritten()
+
+    @contextmanager
+    def readable_on_rank_0(self) -> Iterator[None]:
+        """Sharded units are gathered, which all ranks take part in."""
+        shards = self._block_store.shards
+        try:
+            with torch.no_grad():
+                for unit in self._units if shards is not None else ():
+                    views = shards.whole(unit) if shards and unit.is_sharded else [p.parameter for p in unit.placed]
+                    for placed, view in zip(unit.placed, views, strict=True):
+                        if dist.get_rank() == 0:
+                            self.collected[id(placed.parameter)] = view.detach().to("cpu", copy=True)
+            yield
+        finally:
+            self.collected = {}
 
     def close(self) -> None:
         """Frees the block store too. The module keeps its weights, unless another engine stores them."""
@@ -368,7 +326,7 @@ class RecomputedModuleState(ModuleState):
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         unit, placed = self._placement_of[id(parameter)]
-        self._gathered = None
+        self._copies = None
         with self._block_store.rewriting(unit) as writes:
             if self._block_store.shards is not None and unit.is_sharded:
                 self._block_store.shards.write(unit, placed, value)
@@ -379,8 +337,8 @@ class RecomputedModuleState(ModuleState):
 
     @torch.no_grad()
     def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
-        if unit.is_sharded:
-            return self._read_sharded(unit, placed.parameter).to(self.device, torch.float32)
+        if self._is_read_whole(unit):
+            return self.read(placed.parameter).to(self.device, torch.float32)
         # The clone comes first, because CUDA cannot copy from memory of which only a part is pinned: shared memory.
         return self._stored(unit, placed).clone().to(self.device, torch.float32)
 
@@ -388,7 +346,7 @@ class RecomputedModuleState(ModuleState):
         self._block_store.runtime.host_wait(unit)
 
     def _is_materialised_in_forward(self, unit: Unit) -> bool:
-        return unit.streamed
+        return unit.streamed or self._is_read_whole(unit)
 
     def _stored(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
         self._block_store.runtime.host_wait(unit)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import UserDict
+from collections import Counter, UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -56,21 +56,31 @@ class BlockConsumer(Protocol):
         weights were changed."""
 
 
+class _Structure:
+    """A flattened structure without its tensors."""
+
+    def __init__(self, leaves: Sequence[Any], spec: TreeSpec) -> None:
+        self.others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._spec = spec
+
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The structure with `tensors` for its own."""
+        leaves = list(self.others)
+        for i, tensor in zip(self.tensor_indices, tensors, strict=True):
+            leaves[i] = tensor
+        return tree_unflatten(leaves, self._spec)
+
+
 class BlockCall:
     """One call of a block in a forward pass, with all that is needed to recompute it except the input tensors, which
     its autograd node saves. It lives as long as that node."""
 
     def __init__(
-        self,
-        block: RecomputedBlock,
-        leaves: Sequence[Any],
-        spec: TreeSpec,
-        *,
-        user_dicts: Sequence[bool],
-        device: torch.device,
+        self, block: RecomputedBlock, inputs: _Structure, *, user_dicts: Sequence[bool], device: torch.device
     ) -> None:
-        """`leaves`, `spec`: the flattened arguments. `user_dicts`: for each argument, whether the caller passed a
-        `UserDict`, which is a plain dict in `leaves`."""
+        """`inputs`: the arguments. `user_dicts`: for each argument, whether the caller passed a `UserDict`, which is a
+        plain dict in `inputs`."""
         self.block = block
         self.number = next(_numbers)
         """Position in the order in which blocks were called."""
@@ -78,73 +88,50 @@ class BlockCall:
         """Number of the last backward pass that recomputed it; zero before the first."""
         self.graph_freed = False
         """Its autograd node is freed, or will be at the end of this pass: it is not recomputed again."""
-        self.output_spec: TreeSpec | None = None
-        self.output_leaves: list[Any] = []
-        self._output_tensor_indices: list[int] = []
-        self._leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._spec = spec
+        self.inputs = inputs
+        self.context = ForwardContext(block.profile, device)
+        self.weight_versions: list[int] = []
+        """Version counters of the block's parameters in the forward."""
+        self._output: _Structure | None = None
         self._user_dicts = list(user_dicts)
         self._mappings: list[tuple[Any, dict[Any, Any]]] = []
         """While the block runs: the mappings among its arguments, each with a copy of its entries before the call. See
         [Note: entries in mappings]."""
-        self._context = ForwardContext(block.profile, device)
-        self._weights: list[int] = []
-
-    @property
-    def num_inputs(self) -> int:
-        return len(self._tensor_indices)
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments of the call, with `tensors` for its input tensors."""
-        leaves = list(self._leaves)
-        for i, tensor in zip(self._tensor_indices, tensors, strict=False):
-            leaves[i] = tensor
-        args, kwargs = tree_unflatten(leaves, self._spec)
+        args, kwargs = self.inputs.filled(tensors)
         plain = (*args, *kwargs.values())
         given = [UserDict(v) if is_one else v for v, is_one in zip(plain, self._user_dicts, strict=True)]
         self._mappings = [(v, dict(v)) for v in given if _is_mapping(v)]
         return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
-    def record_weight_versions(self) -> None:
-        self._weights = self.block.weight_versions()
-
     def check_weight_versions(self) -> None:
         """Raises if weights have changed between the forward and the recomputation. Without streaming, autograd makes
         the same check on saved tensors."""
-        if self._weights != self.block.weight_versions():
+        if self.weight_versions != self.block.weight_versions():
             raise RuntimeError(
                 f"block {self.block.unit.name} is computed again with the weights of its forward, and they were "
                 "changed since, by another engine.backward or by loading: after such a change call the engine again, "
                 "once for each backward (if there are several losses, add them up)"
             )
 
-    def end_forward(self) -> None:
-        self._context.end_forward()
-
-    def restored_context(self) -> Any:
-        """Context in which the block computes the same values as in its forward."""
-        return self._context.restored()
-
     def flatten_output(self, output: Any) -> list[torch.Tensor]:
         """Returns the tensors of the output and of the entries that the block wrote to mappings. The other leaves are
         kept for `unflatten_output`."""
         written = [{k: v for k, v in m.items() if v is not before.get(k)} for m, before in self._mappings]
         self._mappings = []
-        leaves, self.output_spec = tree_flatten((output, written))
-        self.output_leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self._output_tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        for leaf in self.output_leaves:
+        leaves, spec = tree_flatten((output, written))
+        self._output = _Structure(leaves, spec)
+        for leaf in self._output.others:
             _refuse_hidden_tensors(leaf, self.block.unit.name)
-        return [leaves[i] for i in self._output_tensor_indices]
+        return [leaves[i] for i in self._output.tensor_indices]
 
     def unflatten_output(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[dict[Any, Any]]]:
         """Returns the output of the call with `tensors` in it, and the entries that the block wrote to each mapping."""
-        assert self.output_spec is not None
-        leaves, self.output_leaves = self.output_leaves, []
-        for i, tensor in zip(self._output_tensor_indices, tensors, strict=True):
-            leaves[i] = tensor
-        output, written = tree_unflatten(leaves, self.output_spec)
+        structure, self._output = self._output, None
+        assert structure is not None
+        output, written = structure.filled(tensors)
         return output, written
 
 
@@ -174,25 +161,14 @@ class RecomputedBlock:
         self._anchor = torch.zeros((), device=block_store.device, requires_grad=True)
         """An input of each trained block's autograd node. It makes the first block's output require gradients, whose
         input does not."""
-        before = unit.module.__dict__.get("forward")
-        previous: RecomputedBlock | None = getattr(before, "_ds_zo_block", None)
-        if previous is not None:
-            previous.close()
-            before = unit.module.__dict__.get("forward")
-        self._replaced = before
-        self._forward: Callable[..., Any] = unit.module.forward
-        self._compute = self._forward if compiler is None else CompiledForward(compiler, unit.module, self._forward)
-        wrapper: Any = StandIn(torch.compiler.disable(self._call), self._forward)
-        wrapper._ds_zo_block = self
-        self._wrapper = wrapper
-        object.__setattr__(unit.module, "forward", wrapper)
+        if isinstance(left := vars(unit.module).get("forward"), StandIn):  # by an engine that could not be made
+            left.remove()
+        forward: Callable[..., Any] = unit.module.forward
+        self._compute = forward if compiler is None else CompiledForward(compiler, unit.module, forward)
+        self._stand_in = StandIn.put(unit.module, "forward", torch.compiler.disable(self._call))
 
     def close(self) -> None:
-        if self.unit.module.__dict__.get("forward") is self._wrapper:
-            if self._replaced is None:
-                object.__delattr__(self.unit.module, "forward")
-            else:
-                object.__setattr__(self.unit.module, "forward", self._replaced)
+        self._stand_in.remove()
 
     def calls(self) -> list[BlockCall]:
         """The calls that may still be recomputed, in the order in which they were made."""
@@ -228,7 +204,8 @@ class RecomputedBlock:
             if trains or any(t.requires_grad for t in tensors):
                 for leaf in leaves:
                     _refuse_hidden_tensors(leaf, self.unit.name)
-                call = BlockCall(self, leaves, spec, user_dicts=user_dicts, device=self._block_store.device)
+                structure = _Structure(leaves, spec)
+                call = BlockCall(self, structure, user_dicts=user_dicts, device=self._block_store.device)
                 self._calls.append(weakref.ref(call))
                 shared = [getattr(owner, name) for owner, name in self.shared]
                 with self._block_store.saving_inputs(tensors):
@@ -258,13 +235,15 @@ class RecomputedBlock:
     def _copy_own_weights(self, leaves: Sequence[Any]) -> list[Any]:
         """Replaces outputs that are weights of the block (prompts, tables) by copies, because the next block will
         overwrite the slot that holds these weights."""
-        slot_storages = {
-            placed.parameter.untyped_storage().data_ptr() for placed in self.unit.placed if self.unit.streamed
-        }
-        return [
-            leaf.clone() if isinstance(leaf, torch.Tensor) and _storage_ptr(leaf) in slot_storages else leaf
-            for leaf in leaves
-        ]
+        if not self.unit.streamed:
+            return list(leaves)
+        slot_storages = {placed.parameter.untyped_storage().data_ptr() for placed in self.unit.placed}
+
+        def is_weight(leaf: Any) -> bool:
+            is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+            return is_dense and leaf.untyped_storage().data_ptr() in slot_storages
+
+        return [leaf.clone() if is_weight(leaf) else leaf for leaf in leaves]
 
     def _has_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether an argument is a key-value cache of transformers. Raises in training mode."""
@@ -289,9 +268,9 @@ class RecomputedBlock:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(partial(_pack_nothing, self.unit.name), _unpack_nothing),
         ):
-            call.record_weight_versions()
+            call.weight_versions = self.weight_versions()
             outputs = self._copy_own_weights(call.flatten_output(self._compute(*args, **kwargs)))
-        call.end_forward()
+        call.context.end_forward()
         if versions != [t._version for t in tensors]:
             raise ValueError(
                 f"block {self.unit.name} changes its input in place, so it cannot be computed again from that input: "
@@ -319,7 +298,7 @@ class RecomputedBlock:
         wanted = needed[len(inputs) :]
         with interrupts.deferred(), self._block_store.materialise(self.unit) as materialised:
             call.check_weight_versions()
-            with torch.enable_grad(), call.restored_context(), self._shared_as_leaves(wanted) as shared_leaves:
+            with torch.enable_grad(), call.context.restored(), self._shared_as_leaves(wanted) as shared_leaves:
                 args, kwargs = call.arguments(inputs)
                 outputs = call.flatten_output(self._compute(*args, **kwargs))
             reached = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
@@ -352,7 +331,7 @@ class _Recompute(torch.autograd.Function):
     def forward(
         ctx: Any, call: BlockCall, anchor: torch.Tensor | None, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        inputs = tensors[: call.num_inputs]
+        inputs = tensors[: len(call.inputs.tensor_indices)]
         outputs = call.block.forward_without_graph(call, inputs)
         ctx.call = call
         ctx.save_for_backward(*inputs)
@@ -407,21 +386,11 @@ def _plain(value: Any) -> Any:
     return value.data if type(value) is UserDict else value
 
 
-def _storage_ptr(tensor: torch.Tensor) -> int | None:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else None
-
-
-@contextmanager
-def _no_autocast_cache(device: torch.device) -> Iterator[None]:
+def _no_autocast_cache(device: torch.device) -> torch.autocast:
     """Context in which autocast caches no casts: the cache would keep the cast weights of every block, also after the
     slot holds another block."""
-    with torch.autocast(
-        device.type,
-        enabled=torch.is_autocast_enabled(device.type),
-        dtype=torch.get_autocast_dtype(device.type),
-        cache_enabled=False,
-    ):
-        yield
+    enabled, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return torch.autocast(device.type, enabled=enabled, dtype=dtype, cache_enabled=False)
 
 
 def _refuse_hidden_tensors(leaf: Any, block: str) -> None:
@@ -454,17 +423,11 @@ def refuse_router_logits(module: nn.Module, call: Mapping[str, Any] | None = Non
 
 def shared_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
     """For each block, the parameters that are also used outside of it: the module inside the block, and the name."""
-    uses: dict[int, int] = {}
-    for m in module.modules():
-        for p in m._parameters.values():
-            if p is not None:
-                uses[id(p)] = uses.get(id(p), 0) + 1
+    uses = Counter(id(p) for m in module.modules() for p in m._parameters.values())
     elsewhere = reached_elsewhere(module, blocks)
     found = []
     for block in blocks:
         inside = [(m, n, p) for m in block.modules() for n, p in m._parameters.items() if p is not None]
-        count: dict[int, int] = {}
-        for _, _, p in inside:
-            count[id(p)] = count.get(id(p), 0) + 1
+        count = Counter(id(p) for _, _, p in inside)
         found.append([(m, n) for m, n, p in inside if uses[id(p)] > count[id(p)] or id(m) in elsewhere])
     return found

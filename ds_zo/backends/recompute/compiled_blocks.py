@@ -18,7 +18,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +40,6 @@ class BlockCompiler:
         """`backward_twice`: the same graph may be run backward twice. See [Note: run backward twice]."""
         self._backend = _compile_to_run_backward_twice if backward_twice else _compile
         self._functions: dict[Any, Callable[..., Any]] = {}
-        self._started = False
         self.failure: str | None = None
         """The compiler's error, after which blocks run eagerly. None: it has not failed."""
         self._installed: list[tuple[nn.Module, _CallWithHooks]] = []
@@ -64,12 +63,12 @@ class BlockCompiler:
         once."""
         if self.failure is not None:
             return method(*args, **kwargs)
-        function = getattr(method, "__func__", method)
+        function, is_first = getattr(method, "__func__", method), not self._functions
         if function not in self._functions:
             self._functions[function] = torch.compile(function, backend=self._backend)
         bound = (method.__self__,) if hasattr(method, "__self__") else ()
         try:
-            with self._announced(), unwatched():
+            with _first_compilation() if is_first else nullcontext(), unwatched():
                 return self._functions[function](*bound, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             why = str(error).split("\n\n")[0]
@@ -79,18 +78,6 @@ class BlockCompiler:
                 "ds_zo.compile_blocks to avoid the attempt"
             )
         return method(*args, **kwargs)
-
-    @contextmanager
-    def _announced(self) -> Iterator[None]:
-        """Context of a compiled call. It logs the start and the duration of the first one."""
-        if self._started:
-            yield
-            return
-        self._started = True
-        show("ds_zo: compiling blocks: the first step may take a minute longer (ds_zo.compile_blocks)")
-        start = time.perf_counter()
-        yield
-        show(f"ds_zo: the first block was compiled and run in {time.perf_counter() - start:.1f} s")
 
 
 class CompiledForward:
@@ -129,6 +116,15 @@ class _CallWithHooks:
                 object.__delattr__(block, "forward")
             else:
                 object.__setattr__(block, "forward", own)
+
+
+@contextmanager
+def _first_compilation() -> Iterator[None]:
+    """Context of the first compiled call. Logs its start and its duration."""
+    show("ds_zo: compiling blocks: the first step may take a minute longer (ds_zo.compile_blocks)")
+    start = time.perf_counter()
+    yield
+    show(f"ds_zo: the first block was compiled and run in {time.perf_counter() - start:.1f} s")
 
 
 def _compile(graph: Any, inputs: list[torch.Tensor], **options: Any) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.backends.common.startup import StartupSummary, nonzero, place_of_blocks
+from ds_zo.backends.common.frozen_format import plan_frozen_format
+from ds_zo.backends.common.startup import StartupSummary, formats_of, summary_of_blocks
 from ds_zo.backends.zo.materialise import Materialiser, Noise
 from ds_zo.backends.zo.ranks import Ranks
 from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
@@ -33,8 +35,7 @@ from ds_zo.planner.zo_buffers import ZOBuffers
 from ds_zo.streaming.block_store import BlockStore
 from ds_zo.streaming.budget import fits, peak_nbytes, reset_peak_memory, usable_nbytes
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, shipped_wire
-from ds_zo.streaming.placement import Placement, adapter_ids, plan_units
+from ds_zo.streaming.placement import Placement, adapter_ids
 from ds_zo.streaming.units import Unit
 
 _STREAMED_INTERVAL = {"wire": 8, "split": 16}
@@ -60,27 +61,15 @@ class ZOBlockStore(BlockStore):
         rounding = config.section.rounding
         assert rounding != "kahan"
         self.noise = Noise(settings.seed, settings.zo_eps, settings.distribution, rounding)
-        frozen_dtype: str = stream.frozen_dtype
-        if frozen_dtype == "auto" and config.stream:
-            frozen_dtype = frozen_dtype_of(module) or "auto"
-        check_frozen_dtype(module, frozen_dtype)
-        ships = frozen_dtype in ("auto", "mxfp4")
-        placement = plan_units(
+        placement = plan_frozen_format(
             module,
             param_groups,
-            block_paths=stream.blocks,
+            config,
             wire=WIRE[stream.wire_dtype],
-            frozen_wire=shipped_wire(module, frozen_dtype) if ships and config.stream else WIRE[frozen_dtype],
             split=stream.master == "split",
             outside_blocks={id(p) for p in module.parameters() if not p.requires_grad} & adapter_ids(module),
         )
         _check_dtypes(placement)
-        if frozen_dtype != "auto" and not placement.decodes_frozen:
-            raise ConfigError(
-                f"frozen_dtype stores frozen matrices of blocks, got {frozen_dtype} and a model that "
-                "trains all of them: freeze the base model (PEFT does), or leave the key out",
-                at="ds_zo.stream.frozen_dtype",
-            )
         num_blocks = len(placement.blocks)
         num_resident = min(num_blocks, stream.resident_blocks or 0) if config.stream else num_blocks
         automatic = _STREAMED_INTERVAL[stream.master] if num_resident < num_blocks else 1
@@ -247,7 +236,6 @@ class ZOBlockStore(BlockStore):
         """Lines for the log: placement, memory, storage formats and the bound on rounding."""
         gib = 2**30
         blocks, units = self.placement.blocks, self.placement.units
-        wire = sorted({part.stored_as for u in blocks for part in u.parts})
         lines = [
             f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
             f"modules outside them; {len(blocks) - self.num_resident} blocks stream, {self.num_resident} stay on the "
@@ -255,7 +243,7 @@ class ZOBlockStore(BlockStore):
             f"ds_zo: device: weights {self.resident_nbytes / gib:.2f} GiB, {len(self.runtime.slots)} slots "
             f"{self.slots_nbytes / gib:.2f} GiB, scratch {self.materialiser.scratch.numel() / gib:.2f} GiB; host: "
             f"{self.store.nbytes / gib:.2f} GiB, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned",
-            f"ds_zo: blocks stored as {'/'.join(wire) or 'n/a'}, master {self._stream.master}, folded every "
+            f"ds_zo: blocks stored as {formats_of(blocks) or 'n/a'}, master {self._stream.master}, folded every "
             f"{self.interval} steps (at most {CAPACITY} behind)",
         ]
         if self.shared is not None:
@@ -273,27 +261,14 @@ class ZOBlockStore(BlockStore):
 
     def startup_summary(self) -> StartupSummary:
         """Placement, memory and write-back interval for the start-up table."""
-        blocks = self.placement.blocks
-        wire = sorted({part.stored_as for unit in blocks for part in unit.parts})
-        slots = self.slots_nbytes + sum(slot.buffer.numel() for slot in self.runtime.low_slots)
-        stored = f", blocks stored as {'/'.join(wire)}" if blocks else ""
+        blocks, formats = self.placement.blocks, formats_of(self.placement.blocks)
+        stored_as = f", blocks stored as {formats}" if formats else ""
         if any(u.low_nbytes for u in blocks):
-            stored += " with separate low bits"
+            stored_as += " with separate low bits"
         elif any(part.loses_bits for unit in blocks for part in unit.parts):
-            stored += " without low bits"
-        return StartupSummary(
-            weights=place_of_blocks(len(blocks) - self.num_resident, len(blocks))
-            + stored
-            + ("; blocks that fit move to the GPU after the first step" if self.may_fill_device else ""),
-            device_bytes=nonzero(
-                [("weights", self.resident_nbytes), ("slots", slots), ("scratch", self.materialiser.scratch.numel())]
-            ),
-            added_by_steps="activations",
-            host_bytes=nonzero([("weights", self.store.nbytes)]),
-            pinned_bytes=self.store.pinned_nbytes,
-            host_note="" if self.shared is None else f"the part of one of {self.shared.partition.size} ranks",
-            write_back=self._interval_and_reason(),
-        )
+            stored_as += " without low bits"
+        found = summary_of_blocks(self, stored_as=stored_as, scratch_nbytes=self.materialiser.scratch.numel())
+        return replace(found, added_by_steps="activations", write_back=self._interval_and_reason())
 
     def _interval_and_reason(self) -> str:
         every = "every step" if self.interval == 1 else f"every {self.interval} steps"

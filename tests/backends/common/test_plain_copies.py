@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from zo_runs import log_lines
 
 import ds_zo  # noqa: F401
+from ds_zo.backends.common.plain_copies import StandIn
 
 LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "lsp": 1e-3}
 BATCHES = [tiny_batch("llama", seed=seed) for seed in range(4)]
@@ -184,3 +185,19 @@ def test_a_copy_of_gathered_parameters_has_what_they_show(single_process: None) 
         reference = copy.deepcopy(engine.module)
     assert_same(weights(engine.module), weights(reference))
     assert (reference.lm_head.weight == 0.5).all()
+
+
+def test_a_removed_stand_in_leaves_the_attribute_that_it_found() -> None:
+    module = torch.nn.Linear(1, 1)
+    own = module.forward
+    StandIn.put(module, "forward", lambda x: x).remove()
+    assert "forward" not in vars(module) and module.forward == own
+    module.forward = set_by_user = lambda x: x + 1
+    first = StandIn.put(module, "forward", lambda x: x + 2)
+    second = StandIn.put(module, "forward", lambda x: x + 3)
+    assert module.forward(0) == 3
+    first.remove()
+    assert module.forward(0) == 3, "another replacement is left alone"
+    second.remove()
+    first.remove()
+    assert module.forward is set_by_user
