@@ -126,11 +126,12 @@ class DeviceAdam:
         is_counted = are_finite.to(torch.float32)
         first = groups[0].moments[0].num_steps.storage_offset()
         self._num_steps[first : first + len(pairs)].add_(is_counted[group_of])
-        options = {"betas": self._settings.betas, "eps": self._settings.eps}
+        betas, eps = self._settings.betas, self._settings.eps
         for group, overflow in zip(groups, (1.0 - is_counted).unbind(), strict=True):
             torch._foreach_zero_(group.directions)
-            states = ([getattr(m, name) for m in group.moments] for name in ("mean", "mean_square", "num_steps"))
-            adam_(group.directions, group.grads, *states, overflow=overflow, **options)
+            means, squares = [m.mean for m in group.moments], [m.mean_square for m in group.moments]
+            steps = [m.num_steps for m in group.moments]
+            adam_(group.directions, group.grads, means, squares, steps, overflow=overflow, betas=betas, eps=eps)
             group.move_weights(group.matrices, group.directions, rate_of)
         return norms, are_finite
 
