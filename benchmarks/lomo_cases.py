@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from benchmarks.lomo_methods import KEEPS_GRADIENTS, STATE_BYTES, make_trainer
-from benchmarks.training_case import TrainingCase
+from benchmarks.training_case import TrainingCase, slow_host_row
 from ds_zo.bench.measure import cap_device_memory, measure_steps, memory_peaks, start_device
 from ds_zo.bench.shapes import materialise
 from ds_zo.bench.trainer import Batch, Trainer, random_batch, set_checkpointing
@@ -85,6 +85,8 @@ def speed(**settings: Any) -> Row:
         return loss
 
     measured = measure_steps(step, warmup=0, steps=case.steps, device=where)
+    if case.slow_host:
+        measured |= slow_host_row(step, steps=case.steps, device=where)
     return {
         **about,
         "fits": True,

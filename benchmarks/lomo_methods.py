@@ -20,6 +20,7 @@ STATE_BYTES = {
     "peer_lomo": 0,
     "peer_lomo_clipped": 0,
     "peer_adalomo": 0,
+    "hooks": 0,
     "sgd": 0,
     "sgd_master": 4,
     "adamw": 4,
@@ -33,7 +34,7 @@ STATE_BYTES = {
 KEEPS_GRADIENTS = frozenset({"sgd", "sgd_master", "adamw", "adamw_fused", "adamw_master"})
 OURS = frozenset({"lomo", "lomo_clipped", "adalomo"})
 """Methods that take `stream`."""
-COMPILED = OURS | KEEPS_GRADIENTS | {"no_update"}
+COMPILED = OURS | KEEPS_GRADIENTS | {"no_update", "hooks"}
 """Methods that take `compiled`. The authors' package is measured as it comes."""
 
 
@@ -60,6 +61,8 @@ def make_trainer(
         return _zero3_offload(model, batch_size=batch_size, lr=lr)
     if method in OURS:
         trainer = _ours(method, model, batch_size=batch_size, lr=lr, stream=stream, compiled=compiled)
+    elif method == "hooks":
+        trainer = _hooks(model, lr=lr)
     else:
         trainer = _torch(method, model, lr=lr) if method in KEEPS_GRADIENTS else _no_update(model)
     if compiled:
@@ -96,6 +99,22 @@ def _no_update(model: nn.Module) -> Trainer:
 
     words = "forward and backward, gradients dropped, no update"
     return Trainer(forward, torch.Tensor.backward, _nothing, words)
+
+
+def _hooks(model: nn.Module, *, lr: float | None) -> Trainer:
+    """SGD inside the backward pass in three lines: rounds to nearest, checks nothing for NaN, takes the model's own
+    loss."""
+
+    @torch.no_grad()
+    def update(p: torch.Tensor) -> None:
+        assert p.grad is not None
+        p.add_(p.grad, alpha=-(lr or 1e-3))
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(update)
+    words = "SGD in plain post-accumulate hooks, rounded to nearest"
+    return Trainer(loss_of(model), torch.Tensor.backward, _nothing, words)
 
 
 def _ours(

@@ -63,6 +63,10 @@ TARGETS = (
         for suffix, words in (("", ""), ("-compiled", " with blocks compiled"))
         for what, method in (("LOMO", "lomo"), ("LOMO clipped by norm", "lomo_clipped"), ("AdaLOMO", "adalomo"))
     ),
+    *(
+        Target(f"7B LOMO against plain hooks{words}", _ratio(f"hosts/7b-lomo{turn}", f"hosts/7b-hooks{turn}"), 1 / 1.03)
+        for turn, words in (("", ""), ("-again", ", measured again"))
+    ),
     Target("7B streamed within 6 GB against resident", _ratio("streamed/7b-6gb", "streamed/7b-resident"), 0.5),
     Target("1.3B streamed against ZeRO-3 offload", _ratio("streamed/1.3b", "streamed/1.3b-zero3"), 3.0),
     Target("13B streamed within 24 GB, steps with a finite loss", _finite_steps("streamed/13b-24gb"), 20),
@@ -135,6 +139,9 @@ def _speeds(rows: Iterable[Row]) -> str:
         moved = (
             f", {row['up_gb_a_step']:.1f} GB up and {row['down_gb_a_step']:.1f} down" if "up_gb_a_step" in row else ""
         )
+        host = ""
+        if "two_cores_s" in row:
+            host = f"; on two cores {row['two_cores_s'] * 1e3:.1f} ms, GPU busy {(row['gpu_busy_s'] or 0) * 1e3:.1f} ms"
         first = f"; the first step took {row['first_step_s']:.0f} s" if row.get("compiled") else ""
         lines.append(
             (
@@ -145,7 +152,7 @@ def _speeds(rows: Iterable[Row]) -> str:
                 f"{row['peak_reserved_gb'] * _GIB_OF_GB:.2f}",
                 f"{row['host_peak_gb']:.1f}",
                 "—" if row.get("loss") is None else f"{row['loss']:.3f}",
-                f"{row['settings']}{cap}{moved}{first}",
+                f"{row['settings']}{cap}{moved}{host}{first}",
             )
         )
     heads = ("case", "tokens/s", "ms a step (range)", "peak GiB", "reserved GiB", "host GB", "loss", "settings")

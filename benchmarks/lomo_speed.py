@@ -1,6 +1,7 @@
 """LOMO and AdaLOMO beside the authors' package, AdamW and ZeRO-3 offload; streamed under a cap; the paper's tables.
 
 python -m benchmarks.lomo_speed run --preset speed --out rows.jsonl
+python -m benchmarks.lomo_speed run --preset hosts --only 7b --out rows.jsonl
 python -m benchmarks.lomo_speed run --preset all --only 7b --out rows.jsonl --resume
 python -m benchmarks.lomo_speed report rows.jsonl --plan
 """
@@ -38,6 +39,21 @@ def speed_cases() -> list[Case]:
     return [
         *(_speed(f"speed/{method}", method, **alike) for method in methods),
         *(_speed(f"speed/{method}-compiled", method, timeout_s=150, compiled=True, **alike) for method in compiled),
+    ]
+
+
+def host_cases() -> list[Case]:
+    """LOMO beside plain hooks, also on two cores. Each is measured twice, in turns: machines drift."""
+    alike: dict[str, Any] = {"slow_host": True, "steps": 8}
+    sizes = {"7b": (False,), "1.3b": (False, True)}
+    return [
+        _speed(f"hosts/{size}-{method}{'-compiled' if compiled else ''}{turn}", method, f"llama-{size}", **options)
+        for size, kinds in sizes.items()
+        for compiled in kinds
+        for options in [{**alike, **({"compiled": True, "timeout_s": 150} if compiled else {})}]
+        for turn in ("", "-again")
+        for method in ("hooks", "lomo")
+        if not (compiled and turn)
     ]
 
 
@@ -92,9 +108,10 @@ def paper_cases() -> list[Case]:
 
 PRESETS: dict[str, Callable[[], list[Case]]] = {
     "speed": speed_cases,
+    "hosts": host_cases,
     "streamed": streamed_cases,
     "paper": paper_cases,
-    "all": lambda: [*speed_cases(), *streamed_cases(), *paper_cases()],
+    "all": lambda: [*speed_cases(), *host_cases(), *streamed_cases(), *paper_cases()],
 }
 
 

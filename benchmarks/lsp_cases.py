@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from benchmarks.slower_link import slower_link
-from benchmarks.training_case import TrainingCase
+from benchmarks.training_case import TrainingCase, slow_host_row
 from ds_zo.bench.contenders import ALL, Contender, config_of, shared_config
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise
@@ -63,6 +63,8 @@ class LSPCase(TrainingCase):
     without: tuple[str, ...] = ()
     """Parts of LSP's schedule that are switched off: "early uploads" (of directions, inside the backward pass), "last
     first" (the order of copies and of Adam's queue from the transition layer on)."""
+    adam_on_device: bool = False
+    """Whether LSP's Adam runs on the GPU."""
     take_apart: bool = False
     """Whether the step is measured again without its parts: [Note: taken apart by switching off]."""
 
@@ -129,6 +131,8 @@ def _speed(case: LSPCase, where: torch.device, stack: ExitStack) -> Row:
     if case.then_batch is not None:
         row["then"] = _measured(trainer, random_batch(model, case.then_batch, case.length, where), counts, where)
         row["then"]["host_gb_added"] = row["then"]["host_peak_gb"] - host_before_gb
+    if case.slow_host:
+        row |= slow_host_row(lambda: trainer.step(ids), steps=case.steps, device=where)
     biases = getattr(getattr(trainer.engine, "backend", None), "biases", None)
     if biases:
         row |= {
@@ -275,6 +279,8 @@ def _engine(contender: Contender, model: Any, case: LSPCase) -> Trainer:
     dtype = {torch.bfloat16: "bf16", torch.float32: "fp32"}[next(model.parameters()).dtype]
     config = config_of(contender, shared_config(batch=case.batch, dtype=dtype, gradient_clipping=case.clipping))
     config["optimizer"]["params"] |= case.params or {}
+    if case.adam_on_device:
+        config["zero_optimization"] = {"stage": 0}
     if case.stream is not None:
         config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
         config["ds_zo"] = {"stream": dict(case.stream)}

@@ -4,6 +4,7 @@ python -m benchmarks.lsp_speed run --preset issue --total-s 550 --out rows.jsonl
 python -m benchmarks.lsp_speed run --preset speed --only 1.3b/4 --out rows.jsonl
 python -m benchmarks.lsp_speed run --preset breakdown --out rows.jsonl
 python -m benchmarks.lsp_speed run --preset schedule --total-s 300 --out rows.jsonl
+python -m benchmarks.lsp_speed run --preset hosts --out rows.jsonl
 python -m benchmarks.lsp_speed run --preset figure5 --total-s 550 --out rows.jsonl
 python -m benchmarks.lsp_speed report rows.jsonl
 """
@@ -133,6 +134,21 @@ def _schedule_case(name: str, link: float | None, without: tuple[str, ...]) -> C
     return case.to_run(f"schedule/1.3b/4+1/{name}", _SPEED, timeout_s=90, planned_host_gb=12.0)
 
 
+def host_cases() -> list[Case]:
+    """LSP with Adam on either side beside torch's fused AdamW, also on two cores."""
+    names = ("ceiling", "adamw-torch", "lsp-512")
+    chosen = {name: CONTENDERS[name] for name in names}
+    cases = []
+    for shape, kinds in (("1.3b", (False, True)), ("3b", (False,))):
+        for compiled in kinds:
+            suffix = "-compiled" if compiled else ""
+            options: dict[str, Any] = {"prefix": "hosts/", "slow_host": True, "compiled": compiled}
+            cases += _cases(shape, 4, {f"{name}{suffix}": chosen[name] for name in names}, **options)
+            on_device = {f"lsp-512-device{suffix}": chosen["lsp-512"]}
+            cases += _cases(shape, 4, on_device, adam_on_device=True, **options)
+    return cases
+
+
 _FIGURE_5 = (
     # shape, batch, length: the LSP paper's four cases; LLaMA of the same size stands for DeepSeek-Coder
     ("gpt2-774m", 4, 512),
@@ -222,6 +238,7 @@ PRESETS: dict[str, Callable[[], list[Case]]] = {
     "ablation": ablation_cases,
     "capped": capped_cases,
     "schedule": schedule_cases,
+    "hosts": host_cases,
     "figure5": figure_5_cases,
 }
 
@@ -263,7 +280,17 @@ def markdown(rows: Sequence[Row]) -> str:
 
 _COLUMNS = (
     *("case", "tokens/s", "step ms", "of ZeRO-Offload", "of AdamW", "GPU GB", "host GB", "forward ms", "backward ms"),
-    *("update ms", "exposed CPU ms", "exposed copy ms", "spread ms", "first step s", "of it fit s", "bias"),
+    *(
+        "two cores ms",
+        "GPU busy ms",
+        "update ms",
+        "exposed CPU ms",
+        "exposed copy ms",
+        "spread ms",
+        "first step s",
+        "of it fit s",
+        "bias",
+    ),
 )
 
 
@@ -283,7 +310,8 @@ def _table(title: str, rows: Sequence[Row]) -> str:
                 *(_number(ratio, "{:.2f} x") for ratio in speeds),
                 f"{row['peak_gb']:.2f}",
                 f"{row['host_gb_added']:.1f}",
-                *(_ms(row.get(key)) for key in ("forward_s", "backward_s", "update_s")),
+                *(_ms(row.get(key)) for key in ("forward_s", "backward_s")),
+                *(_ms(row.get(key)) for key in ("two_cores_s", "gpu_busy_s", "update_s")),
                 *(_ms(row.get(key)) for key in ("exposed_cpu_s", "exposed_copy_s", "exposed_spread_s")),
                 f"{row['first_step_s']:.1f}",
                 _number(row.get("fit_s"), "{:.1f}"),

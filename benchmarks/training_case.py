@@ -7,7 +7,9 @@ target makes the case from them again. The row of a case has these fields under 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,10 +17,13 @@ import torch
 from torch import nn
 
 from benchmarks.bloom_attention import attend_in_pieces
+from ds_zo.bench.measure import measure_steps
 from ds_zo.bench.runner import Case
 from ds_zo.bench.shapes import random_model
+from ds_zo.bench.traces import profile_steps
 from ds_zo.planner.models import DTYPES
 from ds_zo.planner.shapes import config_of
+from ds_zo.records.rows import Row
 
 _ALWAYS_GIVEN = ("shape", "method", "batch", "length")
 
@@ -57,6 +62,8 @@ class TrainingCase:
     """Steps before those that are timed."""
     steps: int = 8
     """Timed steps."""
+    slow_host: bool = False
+    """Whether the same steps are measured again on two cores, and the time in which the GPU is busy."""
     device: str = "cuda"
 
     @property
@@ -85,3 +92,23 @@ class TrainingCase:
     def to_run(self, name: str, target: str, **limits: Any) -> Case:
         """The harness's case. `limits` are `timeout_s`, `planned_host_gb` and `expected_s` of `runner.Case`."""
         return Case(name, target, self.settings(), **limits)
+
+
+def slow_host_row(step: Callable[[], Any], *, steps: int, device: torch.device) -> Row:
+    """Seconds of a step while this process has two cores, and seconds a step in which the GPU is busy. The profiler
+    comes last: it slows later launches."""
+    cores = sorted(os.sched_getaffinity(0))
+    _run_on(cores[:2])
+    try:
+        measured = measure_steps(step, warmup=2, steps=steps, device=device)
+    finally:
+        _run_on(cores)
+    busy_s = profile_steps(step, steps=3).get("gpu_compute_s") if device.type == "cuda" else None
+    return {"two_cores_s": measured["step_s"], "two_cores_wall_s": measured["step_wall_s"], "gpu_busy_s": busy_s}
+
+
+def _run_on(cores: Iterable[int]) -> None:
+    """Moves all threads of this process to these cores, as `taskset` does for a process that it starts."""
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread), cores)

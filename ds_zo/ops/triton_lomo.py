@@ -13,8 +13,9 @@ from ds_zo.ops.formats import storage_format
 from ds_zo.ops.philox import split_seed
 from ds_zo.ops.rng import FOLD_DITHER_BITS
 from ds_zo.ops.triton_formats import dither_addend, load_values, nearest_addend, round_to, store_values
+from ds_zo.ops.triton_launch import launch
 from ds_zo.ops.triton_noise import fold_lanes
-from ds_zo.ops.triton_ops import _as_int32, _raw
+from ds_zo.ops.triton_ops import _as_int32
 
 LANES = 256
 PROGRAM_NUMEL = LANES * 8
@@ -107,9 +108,10 @@ def _update_kernel(
 ):
     start = tl.program_id(0).to(tl.int64) * (LANES * 8)
     within = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    if HAS_GUARDS:  # for NaN the comparison is false
-        numel = tl.where(tl.load(guard_ptr) + tl.load(other_guard_ptr) < float("inf"), numel, 0)
     mask = start + within < numel
+    is_stored = mask
+    if HAS_GUARDS:  # for NaN the comparison is false; only stores depend on guards, so that loads do not wait for them
+        is_stored = start + within < tl.where(tl.load(guard_ptr) + tl.load(other_guard_ptr) < float("inf"), numel, 0)
     u = _direction(
         u_ptr, coef_ptr, rows_ptr, cols_ptr, start, within, mask, numel, matrix_numel, num_cols, clip,
         U_DROPPED, HAS_COEF, HAS_CLIP, HAS_ROWS, HAS_COLS, WHOLE_LANES, LANES,
@@ -128,11 +130,11 @@ def _update_kernel(
         else:
             addend = nearest_addend(x, DROPPED)
         x = round_to(x, addend, DROPPED)
-    store_values(p_ptr + start, within, mask, x, DROPPED)
+    store_values(p_ptr + start, within, is_stored, x, DROPPED)
     if HAS_RESIDUE:
         dropped = exact - x
         dropped = round_to(dropped, nearest_addend(dropped, DROPPED), DROPPED)
-        store_values(residue_ptr + start, within, mask, dropped, DROPPED)
+        store_values(residue_ptr + start, within, is_stored, dropped, DROPPED)
 
 
 @triton.jit(do_not_specialize=_SCALARS)
@@ -205,46 +207,38 @@ def update_triton(
 
     `dither` is (seed, step, offset) of the stochastic rounding (None: to nearest). `residue` is a contiguous tensor of
     p's dtype that receives the bits that rounding drops. `guards` are up to two non-negative float32 scalars: unless
-    all are finite, the kernel reads and writes nothing. A parameter that is not contiguous is updated through a copy.
+    all are finite, the kernel writes nothing. A parameter that is not contiguous is updated through a copy.
     """
-    flat = p.detach().contiguous()
+    flat = p if p.is_contiguous() else p.detach().contiguous()
+    direction = direction.contiguous()
     seed, step, offset = (0, 0, 0) if dither is None else dither
-    low, high = (_as_int32(k) for k in split_seed(seed))
-    _update_kernel[(-(-p.numel() // PROGRAM_NUMEL),)](
-        _raw(flat),
-        _raw(direction.contiguous()),
-        p if coef is None else coef,
-        p if scale is None else scale,
-        p if rows is None else rows,
-        p if cols is None else cols,
-        _raw(flat if residue is None else residue),
-        guards[0] if guards else p,
-        guards[-1] if guards else p,
-        p.numel(),
-        *_shape(p),
-        offset,
-        float(lr),
-        float(decay),
-        0.0 if clip_value is None else float(clip_value),
-        low,
-        high,
-        _as_int32(step),
-        DROPPED=storage_format(p.dtype).dropped_bits,
-        U_DROPPED=storage_format(direction.dtype).dropped_bits,
-        HAS_COEF=coef is not None,
-        HAS_CLIP=clip_value is not None,
-        HAS_SCALE=scale is not None,
-        HAS_ROWS=rows is not None,
-        HAS_COLS=cols is not None,
-        HAS_RESIDUE=residue is not None,
-        HAS_GUARDS=bool(guards),
-        STOCHASTIC=dither is not None,
-        WHOLE_LANES=_shape(p)[1] % 8 == 0,
-        LANES=LANES,
+    low, high = split_seed(seed)
+    shape = _shape(p)
+    given = [flat if tensor is None else tensor for tensor in (coef, scale, rows, cols, residue)]
+    clip = 0.0 if clip_value is None else float(clip_value)
+    launch(
+        _update_kernel,
+        (-(-p.numel() // PROGRAM_NUMEL),),
+        (flat, direction, *given, guards[0] if guards else flat, guards[-1] if guards else flat),
+        (p.numel(), *shape, offset, float(lr), float(decay), clip, _as_int32(low), _as_int32(high), _as_int32(step)),
+        {
+            "DROPPED": storage_format(p.dtype).dropped_bits,
+            "U_DROPPED": storage_format(direction.dtype).dropped_bits,
+            "HAS_COEF": coef is not None,
+            "HAS_CLIP": clip_value is not None,
+            "HAS_SCALE": scale is not None,
+            "HAS_ROWS": rows is not None,
+            "HAS_COLS": cols is not None,
+            "HAS_RESIDUE": residue is not None,
+            "HAS_GUARDS": bool(guards),
+            "STOCHASTIC": dither is not None,
+            "WHOLE_LANES": shape[1] % 8 == 0,
+            "LANES": LANES,
+        },
         num_warps=NUM_WARPS,
         enable_fp_fusion=False,
     )
-    if flat.data_ptr() != p.data_ptr():
+    if flat is not p:
         p.detach().copy_(flat)
     torch.autograd.graph.increment_version(p)  # so that autograd detects a graph that needs the old values
 
@@ -255,19 +249,18 @@ def factored_square_sum_triton(
     """Sum of (coef * direction * rows * cols)^2, in a fixed order."""
     num_programs = -(-direction.numel() // PROGRAM_NUMEL)
     partial = torch.empty(num_programs, dtype=torch.float32, device=direction.device)
-    _square_sum_kernel[(num_programs,)](
-        partial,
-        _raw(direction),
-        partial if coef is None else coef,
-        partial if rows is None else rows,
-        cols,
-        direction.numel(),
-        *_shape(direction),
-        U_DROPPED=storage_format(direction.dtype).dropped_bits,
-        HAS_COEF=coef is not None,
-        HAS_ROWS=rows is not None,
-        WHOLE_LANES=_shape(direction)[1] % 8 == 0,
-        LANES=LANES,
+    launch(
+        _square_sum_kernel,
+        (num_programs,),
+        (partial, direction, partial if coef is None else coef, partial if rows is None else rows, cols),
+        (direction.numel(), *_shape(direction)),
+        {
+            "U_DROPPED": storage_format(direction.dtype).dropped_bits,
+            "HAS_COEF": coef is not None,
+            "HAS_ROWS": rows is not None,
+            "WHOLE_LANES": _shape(direction)[1] % 8 == 0,
+            "LANES": LANES,
+        },
         num_warps=NUM_WARPS,
     )
     return partial.sum()
@@ -285,16 +278,12 @@ def row_and_col_square_sums_triton(g: torch.Tensor) -> tuple[torch.Tensor, torch
     tiles = -(-num_rows // TILE_ROWS), -(-num_cols // TILE_COLS)
     row_partial = torch.empty(num_rows, tiles[1], dtype=torch.float32, device=g.device)
     col_partial = torch.empty(tiles[0], num_cols, dtype=torch.float32, device=g.device)
-    _row_and_col_kernel[tiles](
-        row_partial,
-        col_partial,
-        _raw(g),
-        num_rows,
-        num_cols,
-        tiles[1],
-        DROPPED=storage_format(g.dtype).dropped_bits,
-        ROWS=TILE_ROWS,
-        COLS=TILE_COLS,
+    launch(
+        _row_and_col_kernel,
+        tiles,
+        (row_partial, col_partial, g),
+        (num_rows, num_cols, tiles[1]),
+        {"DROPPED": storage_format(g.dtype).dropped_bits, "ROWS": TILE_ROWS, "COLS": TILE_COLS},
         num_warps=NUM_WARPS,
     )
     return row_partial.sum(dim=1), col_partial.sum(dim=0)

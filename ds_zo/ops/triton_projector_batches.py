@@ -9,26 +9,20 @@ request, not references to tensors.
 [Note: alignment hints] The compiler makes wide loads only if it knows that addresses and row lengths are multiples of
 16. `tl.multiple_of` marks the operation that produced a value. So the kernel must call it on the value that it loads
 itself: a value that a helper function returns has lost the mark.
-
-[Note: direct launches] To find the compiled kernel for a launch, Triton inspects the types of all arguments, which
-takes longer than the launch. A repeated launch has arguments of the same types, so it calls the compiled kernel
-directly, with all parameters by position. A Triton version with another calling convention raises TypeError before
-anything is launched. From then on all launches use Triton's usual interface.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from deepspeed.utils import logger
 
 from ds_zo.ops import triton_projectors as single
 from ds_zo.ops.formats import storage_format
+from ds_zo.ops.triton_launch import Launch
 from ds_zo.ops.triton_ops import _as_int32
 from ds_zo.ops.triton_projectors import gather_tile, update_rows
 
@@ -184,38 +178,6 @@ def _update_batch_kernel(
         ROWS,
         COLS,
     )
-
-
-class Launch:
-    """A kernel launch that can be repeated. See [Note: direct launches]."""
-
-    by_kernel = True
-    """Whether compiled kernels are called directly. False after one has raised TypeError."""
-
-    def __init__(self, kernel: Any, num_programs: int, given: tuple[Any, ...], **constants: Any) -> None:
-        """`given` are the kernel's first parameters and `constants` its last; `__call__` takes those in between."""
-        self._options = {name: constants.pop(name) for name in ("num_warps", "enable_fp_fusion")}
-        assert list(constants) == kernel.arg_names[len(kernel.arg_names) - len(constants) :]
-        self._kernel, self._num_programs = kernel, num_programs
-        self._given, self._constants = given, constants
-        self._rest = tuple(constants.values())
-        self._run: Callable[..., object] | None = None
-
-    def __call__(self, *values: float) -> None:
-        if self._run is not None and Launch.by_kernel:
-            try:
-                self._run(*self._given, *values, *self._rest)
-                return
-            except TypeError as error:
-                Launch.by_kernel = False
-                logger.warning(
-                    f"ds_zo: this version of Triton does not launch compiled kernels directly ({error}): launches "
-                    "take longer"
-                )
-        launch = self._kernel[(self._num_programs,)]
-        compiled = launch(*self._given, *values, **self._constants, **self._options)
-        if compiled is not None:  # None under the interpreter
-            self._run = compiled[(self._num_programs, 1, 1)]
 
 
 class Gathers:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,7 @@ of their rounding bits, except the lowest."""
 _ADAMW_EPS = 1e-8
 
 
-@dataclass(frozen=True)
-class Dither:
+class Dither(NamedTuple):
     """Position of an update in the stream of rounding bits. It is the same on every rank in the same step."""
 
     step: int
@@ -83,7 +82,6 @@ class AdamMoments(_SavedMoments):
         return cls(p.new_zeros(p.shape, dtype=torch.float32), p.new_zeros(p.shape, dtype=torch.float32))
 
 
-@torch.no_grad()
 def sgd_update_(
     p: torch.Tensor,
     grad: torch.Tensor,
@@ -308,19 +306,20 @@ def _apply_(
         return
     if not all(map(torch.isfinite, guards)):
         return
-    u = _factored(_clipped(direction.float(), coef, clip_value), rows, cols)
-    if scale is not None:
-        u.mul_(scale)
-    x = p.float()  # p itself if p is float32
-    if decay != 1.0:
-        x.mul_(decay)
-    x.add_(u, alpha=-lr)
-    if residue is not None:
-        x.add_(residue)
-    if x is not p:
-        _round_into(p, x, dither)
-    if residue is not None:
-        residue.copy_(x.sub_(p))
+    with torch.no_grad():
+        u = _factored(_clipped(direction.float(), coef, clip_value), rows, cols)
+        if scale is not None:
+            u.mul_(scale)
+        x = p.float()  # p itself if p is float32
+        if decay != 1.0:
+            x.mul_(decay)
+        x.add_(u, alpha=-lr)
+        if residue is not None:
+            x.add_(residue)
+        if x is not p:
+            _round_into(p, x, dither)
+        if residue is not None:
+            residue.copy_(x.sub_(p))
 
 
 def _round_into(p: torch.Tensor, x: torch.Tensor, dither: Dither | None) -> None:

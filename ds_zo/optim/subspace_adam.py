@@ -102,27 +102,14 @@ class FlatMoments:
 
 
 @torch.no_grad()
-def clip_(
-    grads: list[torch.Tensor],
-    max_norm: float,
-    *,
-    factor: float = 1.0,
-    together: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
+def clip_(grads: list[torch.Tensor], max_norm: float, *, factor: float = 1.0) -> torch.Tensor:
     """Multiplies all tensors by `factor`, and scales each to a norm of at most `max_norm` (0: no limit). Returns the
-    norms in between.
-
-    `together`: for contiguous tensors, the flat tensor of all of them and their sizes: then scaling takes one
-    launch."""
+    norms in between."""
     norms = _times(torch.stack(torch._foreach_norm(grads)), factor)
     if max_norm > 0 or factor != 1.0:
         coefs = _times(clip_coefs(norms, max_norm), factor)
         if norms.is_cuda or bool((coefs != 1.0).any()):  # on the CPU the test is free, and most steps clip nothing
-            if together is None:
-                torch._foreach_mul_(grads, list(coefs.unbind()))
-            else:
-                flat, sizes = together
-                flat.mul_(coefs.repeat_interleave(sizes, output_size=flat.numel()))
+            torch._foreach_mul_(grads, list(coefs.unbind()))
     return norms
 
 
@@ -154,50 +141,6 @@ class HostScratch:
         return self._buffer[:, :numel]
 
 
-class FlatTensors:
-    """Gradients of a device in one float32 tensor, with their moments: Adam of all takes as few launches as of one.
-
-    One call steps all tensors if they have made equally many steps. Only other code, such as loading a checkpoint, can
-    make the counts differ. The tensor version of the counts reveals that, so that a step need not wait for the device.
-    """
-
-    def __init__(self, shapes: Sequence[tuple[int, ...]], device: torch.device, *, out: torch.Tensor) -> None:
-        """`out`: float32 memory for the directions. Others may use it between two steps."""
-        self._shapes = list(shapes)
-        self._sizes = [math.prod(shape) for shape in shapes]
-        self.grad, self.out = torch.zeros(sum(self._sizes), device=device), out[: sum(self._sizes)]
-        self.grads, self.outs = ([self._part(i, x) for i in range(len(shapes))] for x in (self.grad, self.out))
-        self._numels = torch.tensor(self._sizes).to(device) if all(len(shape) < 2 for shape in shapes) else None
-        """For vectors, the sizes on the device: with them, clipping takes one launch and a copy of the coefficients."""
-        self.moments = FlatMoments.zeros(self.grad.numel(), len(shapes), self._part, device=device)
-        self._version = self.moments.whole.num_steps._version
-        self._have_equal_steps = True
-
-    def _part(self, i: int, flat: torch.Tensor) -> torch.Tensor:
-        start = sum(self._sizes[:i])
-        return flat[start : start + self._sizes[i]].view(self._shapes[i])
-
-    def have_equal_steps(self) -> bool:
-        counts = self.moments.whole.num_steps
-        if counts._version != self._version:
-            self._version, self._have_equal_steps = counts._version, bool((counts == counts[0]).all())
-        return self._have_equal_steps
-
-    @torch.no_grad()
-    def step_(self, *, max_norm: float, factor: float = 1.0, betas: tuple[float, float], eps: float) -> torch.Tensor:
-        """Does `clip_` and `directions_` of all tensors, from `grad` to `out`. Returns the norms."""
-        assert self._have_equal_steps
-        whole = self.moments.whole
-        together = None if self._numels is None else (self.grad, self._numels)
-        norms = clip_(self.grads, max_norm, factor=factor, together=together)
-        overflow = _count_step([whole.num_steps], norms)
-        self._version = whole.num_steps._version
-        self.out.zero_()
-        states = [whole.mean], [whole.mean_square], [self.moments.parts[0].num_steps]
-        _adam_([self.out], [self.grad], *states, overflow=overflow, betas=betas, eps=eps)
-        return norms
-
-
 @torch.no_grad()
 def flat_directions_(
     out: torch.Tensor,
@@ -227,13 +170,13 @@ def flat_directions_(
     if any(count != counts[0] for count in counts):
         out.zero_()
         states = zip(*((m.mean, m.mean_square, m.num_steps) for m in moments.parts), strict=True)
-        _adam_(outs, grads, *map(list, states), **options)
+        adam_(outs, grads, *map(list, states), **options)
         return norms
     steps = [moments.parts[0].num_steps]
     chunks = (x.split(_chunk_numel(out.numel())) for x in (out, grad, whole.mean, whole.mean_square))
     for o, g, m, v in zip(*chunks, strict=True):
         o.zero_()
-        _adam_([o], [g], [m], [v], steps, **options)
+        adam_([o], [g], [m], [v], steps, **options)
     return norms
 
 
@@ -299,7 +242,7 @@ def _narrow_directions_(
         if coef != 1.0:
             wide.mul_(coef)
         states = [mean], [mean_square], [moments.num_steps]
-        _adam_([direction], [wide], *states, overflow=None, betas=betas, eps=eps)
+        adam_([direction], [wide], *states, overflow=None, betas=betas, eps=eps)
         o.copy_(direction)
 
 
@@ -325,7 +268,7 @@ def directions_(
         overflow = _count_step(steps, norms)
     torch._foreach_zero_(out)
     means, mean_squares = [m.mean for m in moments], [m.mean_square for m in moments]
-    _adam_(out, grads, means, mean_squares, steps, overflow=overflow, betas=betas, eps=eps)
+    adam_(out, grads, means, mean_squares, steps, overflow=overflow, betas=betas, eps=eps)
 
 
 def _count_step(steps: list[torch.Tensor], norms: torch.Tensor) -> torch.Tensor:
@@ -335,7 +278,7 @@ def _count_step(steps: list[torch.Tensor], norms: torch.Tensor) -> torch.Tensor:
     return overflow
 
 
-def _adam_(
+def adam_(
     zeros: list[torch.Tensor],
     grads: list[torch.Tensor],
     means: list[torch.Tensor],
@@ -346,10 +289,11 @@ def _adam_(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    """Runs the fused kernel. `zeros`: the outputs, which must be zero. See [Note: full SIMD vectors]."""
+    """Runs the fused kernel. `zeros`: the outputs, which must be zero. `overflow` 1: it does nothing. See
+    [Note: full SIMD vectors]."""
     sides = zeros, grads, means, mean_squares
     tails: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-    if any(zero.numel() % _VECTOR_NUMEL for zero in zeros) and not zeros[0].is_cuda:
+    if not zeros[0].is_cuda and any(zero.numel() % _VECTOR_NUMEL for zero in zeros):
         sides, steps, tails = _in_full_vectors(sides, steps)
     torch._fused_adamw_(
         *sides,

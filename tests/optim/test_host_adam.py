@@ -14,7 +14,6 @@ from torch_threads import threads
 from ds_zo.optim import subspace_adam
 from ds_zo.optim.subspace_adam import (
     FlatMoments,
-    FlatTensors,
     HostScratch,
     Moments,
     clip_,
@@ -104,34 +103,6 @@ def test_one_behind_the_other_is_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
         for a, b in zip(flat.parts, reference, strict=True):
             assert all(torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
     assert [float(m.num_steps) for m in flat.parts] == [4, 1, 4]
-
-
-def test_vectors_side_by_side_are_one_by_one() -> None:
-    shapes = [(8,), (24,), (16,)]
-    vectors, reference = (
-        FlatTensors(shapes, torch.device("cpu"), out=torch.empty(48)),
-        [Moments.zeros(shape, "cpu") for shape in shapes],
-    )
-    for step in range(4):
-        grads = [torch.randn(shape, generator=torch.Generator().manual_seed(step)).bfloat16() for shape in shapes]
-        if step == 1:
-            grads[2][0] = math.inf
-        expected_grads = [grad.float() for grad in grads]
-        norms = clip_(expected_grads, 2.0)
-        expected = [torch.empty(shape) for shape in shapes]
-        directions_(expected, expected_grads, reference, norms=norms, **ADAM)
-        assert vectors.have_equal_steps()
-        vectors.grad.copy_(torch.cat(grads))
-        found = vectors.step_(max_norm=2.0, **ADAM)
-        assert torch.equal(found, norms)
-        assert all(torch.equal(a, b) for a, b in zip(vectors.outs, expected, strict=True))
-        for a, b in zip(vectors.moments.parts, reference, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
-    vectors.moments.parts[1].reset()
-    assert not vectors.have_equal_steps()
-    for one, other in zip(vectors.moments.parts, reference, strict=True):
-        one.load_state_dict(other.state_dict())
-    assert vectors.have_equal_steps() and [float(m.num_steps) for m in vectors.moments.parts] == [3, 3, 3]
 
 
 def test_the_bits_of_an_element_do_not_depend_on_its_place() -> None:

@@ -71,7 +71,7 @@ def test_launches_prepared_in_growing_batches_write_to_their_own_memory(monkeypa
     for out in outs:
         out.zero_()
     prepared.launch()
-    from ds_zo.ops.triton_projector_batches import Launch
+    from ds_zo.ops.triton_launch import Launch
 
     assert Launch.by_kernel and all(vars(call)["_run"] is not None for _, _, call in prepared._calls)
     assert all(bool((other == 7.0).all()) for other in others)

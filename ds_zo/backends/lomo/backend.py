@@ -101,6 +101,7 @@ class LOMOBackend(RecomputedBackend):
         if self._compiler is not None and self._block_store is None:
             self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
         self._parameter_states = make_parameter_states(module, config, clips_by_layer=self._clips_by_layer)
+        self._hooked = {id(state.parameter) for state in self._parameter_states}
         self._foreign_leaves = ForeignLeaves(module.parameters()) if self._two_passes else None
         self._updater = Updater(self.rule, config, optimizer=optimizer, window=self._window)
         self._passes = BackwardPasses(
@@ -189,7 +190,7 @@ class LOMOBackend(RecomputedBackend):
         if store is not None:
             refuse_router_logits(self.module, kwargs)
         if trains:
-            check_parameters(self.module, self._parameter_states)
+            check_parameters(self.module, self._hooked)
             self._passes.reducer.drop()  # buckets of a direct `loss.backward()` that raised
         makes_no_caches = trains or store is not None or self._compiler is not None
         with (

@@ -195,7 +195,7 @@ class BackwardPasses:
                 "use_reentrant=False to checkpoint)"
             )
         state.last_pass = self._pass_number
-        if grad is None or self._phase is BackwardPhase.DISCARD or state.parameter not in self._updater.groups:
+        if grad is None or self._phase is BackwardPhase.DISCARD or id(state.parameter) not in self._updater.rates:
             return
         if self._phase is BackwardPhase.IDLE and not self.reducer.active:
             self.reducer.begin(self._updater.trains, measures=False, loss_guard=self._window.skipped.loss_guard)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from ds_zo.backends.common.param_groups import ParamGroupIndex
 from ds_zo.backends.lomo.parameters import ParameterState
 from ds_zo.backends.lomo.window import AccumulationWindow
 from ds_zo.config import LOMOParams, Resolved
@@ -72,25 +70,31 @@ class Updater:
         self._rounding = config.section.rounding
         self._optimizer = optimizer
         self._window = window
-        self.groups = ParamGroupIndex()
+        self.rates: dict[int, tuple[float, float, float]] = {}
+        """By the id of a parameter in a param group: lr, 1 - lr * weight_decay, and lr divided by the initial lr. The
+        learning rates of adapters are multiplied by the last, so that adapters follow the same schedule."""
         self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         self.follow_groups()
 
     def follow_groups(self) -> None:
         """Takes over changes of the optimizer's param groups. Called before each backward."""
-        self.groups.follow(self._optimizer.param_groups)
+        self.rates = {}
+        for i, group in enumerate(self._optimizer.param_groups):
+            lr = float(group["lr"])
+            initial = self._initial_lrs[i] if i < len(self._initial_lrs) else lr
+            rate = lr, 1.0 - lr * float(group.get("weight_decay", 0.0)), lr / initial if initial else 1.0
+            self.rates |= dict.fromkeys(map(id, group["params"]), rate)
 
     def trains(self, state: ParameterState) -> bool:
-        return state.parameter.requires_grad and state.parameter in self.groups
+        return state.parameter.requires_grad and id(state.parameter) in self.rates
 
     def update(
         self, state: ParameterState, grad: torch.Tensor, *, coef: torch.Tensor | None, guards: Sequence[torch.Tensor]
     ) -> None:
         """Updates a parameter by its whole gradient. `coef`: see `BackwardPasses.coef`. `guards`: see
         `update_by_sgd`."""
-        p, group = state.parameter, self.groups[state.parameter]
-        lr = float(group["lr"])
-        decay = 1.0 - lr * float(group.get("weight_decay", 0.0))
+        p = state.parameter
+        lr, decay, schedule_factor = self.rates[id(p)]
         rounds = self._rounding if p.dtype is not torch.float32 else None
         dither = Dither(step=self._window.num_updates, offset=state.offset) if rounds == "stochastic" else None
         if rounds == "kahan" and state.residue is None:
@@ -102,7 +106,7 @@ class Updater:
         else:
             adapter = self._settings.adapter
             assert adapter is not None
-            lr = adapter.lr * self._schedule_factor(group)
+            lr = adapter.lr * schedule_factor
             state.moments = state.moments or AdamMoments.zeros(p)
             assert isinstance(state.moments, AdamMoments)
             guard = adamw_update_(
@@ -132,23 +136,16 @@ class Updater:
         guards: Sequence[torch.Tensor],
     ) -> None:
         """Updates this rank's piece of a parameter. `shard`: the bytes of this rank's piece of the block."""
-        group = self.groups[state.parameter]
-        lr, dtype = float(group["lr"]), state.parameter.dtype
+        lr, decay, _ = self.rates[id(state.parameter)]
+        dtype = state.parameter.dtype
         rounds = self._rounding == "stochastic" and dtype is not torch.float32
         sgd_update_(
             segment.view(shard, dtype),
             grad,
             lr=lr,
-            decay=1.0 - lr * float(group.get("weight_decay", 0.0)),
+            decay=decay,
             coef=coef,
             clip_value=self._settings.clip_grad_value,
             dither=Dither(step=self._window.num_updates, offset=state.offset + segment.begin) if rounds else None,
             guards=guards,
         )
-
-    def _schedule_factor(self, group: Mapping[str, Any]) -> float:
-        """Current learning rate of the group divided by its initial one. The learning rate of the group's adapters is
-        multiplied by it, so that adapters follow the same schedule."""
-        index = next(i for i, other in enumerate(self._optimizer.param_groups) if other is group)
-        initial = self._initial_lrs[index] if index < len(self._initial_lrs) else float(group["lr"])
-        return float(group["lr"]) / initial if initial else 1.0

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -249,9 +250,8 @@ class LSPBackend(Backend):
             norm = None if started.norm is None else float(started.norm)
             return StepOutcome(applied=False, grad_norm=norm, advance_schedule=False)
         report = StepReport()
-        for device_group in self._groups.on_device:
-            rates = self._trained.rates(device_group.matrices, self._num_steps)
-            report.add_device(device_group.step(rates, factor=started.factor))
+        rates = partial(self._trained.rates, step=self._num_steps)
+        report.on_device = self._groups.device_adam.step(rates, factor=started.factor)
         for group in self._groups.on_host:
             if group.phase is GroupPhase.UPDATING:
                 assert group.job is not None

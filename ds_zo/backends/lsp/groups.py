@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ds_zo.backends.lsp.device_group import DeviceGroup, flat_numel
+from ds_zo.backends.lsp.device_group import DeviceAdam, DeviceGroup
 from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
 from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
 from ds_zo.backends.lsp.ranks import CollectiveThread
@@ -63,7 +63,6 @@ class LSPGroups:
         """Places each group by [Note: projected and whole parameters]. `unit_of`: the block of each streamed parameter,
         by the parameter's id."""
         self.on_host: list[HostGroup] = []
-        self.on_device: list[DeviceGroup] = []
         self.matrices = sorted((m for group in groups for m in group.matrices), key=lambda matrix: matrix.index)
         """All trained parameters, in the model's order."""
         self.clips_globally = config.gradient_clipping > 0 and settings.clip_scope == "global"
@@ -88,8 +87,11 @@ class LSPGroups:
             if matrices:
                 self.on_host.append(self._host_group(replace(group, matrices=matrices), unit))
         on_device += [vectors] if vectors else []
-        directions = torch.empty(max(map(flat_numel, on_device), default=0), device=device)
-        self.on_device += [self._device_group(matrices, directions) for matrices in on_device]
+        self.on_device = [
+            DeviceGroup(matrices) if ranks is None else SharedDeviceGroup(matrices, ranks=ranks)
+            for matrices in on_device
+        ]
+        self.device_adam = DeviceAdam(self.on_device, settings, **self._options)
         if device.type == "cuda" and self.on_host:
             self.streams = self.make_streams()
             for host_group in self.on_host:
@@ -117,12 +119,6 @@ class LSPGroups:
             return HostGroup(group, self._settings, **options)
         owner = len(self.on_host) % self._ranks.size if self._config.zero_stage > 0 else None
         return SharedHostGroup(group, self._settings, ranks=self._ranks, owner=owner, **options)
-
-    def _device_group(self, matrices: list[MatrixState], directions: torch.Tensor) -> DeviceGroup:
-        options = {**self._options, "directions": directions}
-        if self._ranks is None:
-            return DeviceGroup(matrices, self._settings, **options)
-        return SharedDeviceGroup(matrices, self._settings, ranks=self._ranks, **options)
 
     @property
     def has_owners(self) -> bool:

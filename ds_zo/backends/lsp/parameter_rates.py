@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from ds_zo.backends.common.param_groups import ParamGroupIndex
 from ds_zo.backends.lsp.matrices import MatrixState
 from ds_zo.backends.lsp.products import Rate
 
@@ -20,27 +19,28 @@ class ParameterRates:
     def __init__(self, module: nn.Module, matrices: Sequence[MatrixState], *, stochastic: bool) -> None:
         """`stochastic`: weights are rounded stochastically."""
         self._module, self._stochastic = module, stochastic
-        self._index = ParamGroupIndex()
+        self._group_of: dict[int, dict[str, Any]] = {}
+        """The param group of each parameter, by the parameter's id."""
         self._ids = {id(matrix.parameter) for matrix in matrices}
         self._frozen = self._untrained()
 
     def follow(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Reads the param groups, which a user may have changed."""
-        self._index.follow(param_groups)
+        self._group_of = {id(p): group for group in param_groups for p in group["params"]}
 
     def is_grouped(self, matrix: MatrixState) -> bool:
         """Whether the parameter is in a param group."""
-        return matrix.parameter in self._index
+        return id(matrix.parameter) in self._group_of
 
     def trains(self, matrix: MatrixState) -> bool:
         """Whether the parameter requires a gradient and is in a param group."""
-        return matrix.parameter.requires_grad and matrix.parameter in self._index
+        return matrix.parameter.requires_grad and id(matrix.parameter) in self._group_of
 
     def rates(self, matrices: Sequence[MatrixState], step: int) -> list[Rate | None]:
         """Learning rate and weight decay of each matrix in a step; None for a parameter in no param group. Parameters
         of one param group get the same object."""
         found: dict[int, Rate] = {}
-        groups = [self._index.get(matrix.parameter) for matrix in matrices]
+        groups = [self._group_of.get(id(matrix.parameter)) for matrix in matrices]
         for group in groups:
             if group is not None and id(group) not in found:
                 lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))

@@ -21,11 +21,8 @@ class StepReport:
 
     def __init__(self) -> None:
         self._jobs: list[Job] = []
-        self._on_device: list[torch.Tensor] = []
-
-    def add_device(self, norms: torch.Tensor | None) -> None:
-        if norms is not None:
-            self._on_device.append(norms)
+        self.on_device: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """The results of `DeviceAdam.step`."""
 
     def add_job(self, job: Job) -> None:
         self._jobs.append(job)
@@ -33,13 +30,12 @@ class StepReport:
     def outcome(self, global_norm: torch.Tensor | None) -> StepOutcome:
         """The outcome. A layer with a non-finite gradient is not updated; a step in which all layers are such is
         skipped. `global_norm`: the norm that gradients were clipped by; None: clipping is not global."""
-        if not self._jobs and not self._on_device:
+        if not self._jobs and not self.on_device:
             return StepOutcome(applied=True)
         squares, finite = None, None
-        if self._on_device:
-            norms = torch.cat(self._on_device)
-            squares = DeferredScalar(norms.square().sum())
-            finite = DeferredScalar(torch.stack([n.isfinite().all() for n in self._on_device]).any())
+        if self.on_device:
+            norms, are_finite = (torch.cat(found) for found in zip(*self.on_device, strict=True))
+            squares, finite = DeferredScalar(norms.square().sum()), DeferredScalar(are_finite.any())
         norm = _DeferredNorm(self._jobs, squares) if global_norm is None else DeferredScalar(global_norm)
         return StepOutcome(applied=_DeferredApplied(self._jobs, finite), grad_norm=norm)
 

@@ -214,10 +214,8 @@ class SharedDeviceGroup(DeviceGroup):
 
     Matrices are averaged in place, one by one; vectors and flags are copied to one buffer and averaged together."""
 
-    def __init__(
-        self, matrices: list[MatrixState], settings: LSPParams, *, ranks: CollectiveThread, **options: Any
-    ) -> None:
-        super().__init__(matrices, settings, **options)
+    def __init__(self, matrices: list[MatrixState], *, ranks: CollectiveThread) -> None:
+        super().__init__(matrices)
         self._ranks = ranks
         self._average_call: CollectiveCall | None = None
         self._vectors: list[MatrixState] = []

@@ -219,6 +219,17 @@ def test_nothing_waits_on_the_host(stream: dict[str, Any] | None) -> None:
         engine.step()
 
 
+@pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
+def test_direct_launches_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """See [Note: direct launches]."""
+    from ds_zo.ops.triton_launch import Launch
+
+    found = run(None, kind=kind, dtype="bf16", num_steps=3)
+    assert Launch.by_kernel, "Triton refused a direct launch"
+    monkeypatch.setattr(Launch, "by_kernel", False)
+    assert_same_weights(found, run(None, kind=kind, dtype="bf16", num_steps=3))
+
+
 def test_compiled_blocks_train_alike() -> None:
     """One pass and two in turn: neither may find the other's code, in the process or on disk."""
     counters = torch._dynamo.utils.counters

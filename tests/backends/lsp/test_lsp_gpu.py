@@ -15,6 +15,7 @@ from lsp_runs import current_weights, identity_projectors, lsp_json
 from torch import nn
 from zoo import Wandering, plain_batch, seeded
 
+from ds_zo.backends.lsp.device_group import DeviceGroup
 from ds_zo.backends.lsp.host_group import GroupPhase
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
@@ -86,6 +87,29 @@ def test_overlapped_equals_synchronous(name: str) -> None:
     expected_losses, expected = run("sync", **CASES[name])
     assert [float(loss) for loss in losses] == [float(loss) for loss in expected_losses]
     assert not [key for key in weights if not torch.equal(weights[key], expected[key])]
+
+
+@pytest.mark.parametrize("name", ["projected", "clipped", "fp16"])
+def test_adam_of_all_layers_in_few_launches_is_adam_layer_by_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {**CASES[name], "num_steps": 20, "offload": False}
+    _, weights = run("layerwise", **case)
+    monkeypatch.setattr(DeviceGroup, "is_complete", False)
+    _, expected = run("layerwise", **case)
+    assert not [key for key in weights if not torch.equal(weights[key], expected[key])]
+
+
+def test_adam_on_the_device_does_not_wait_on_the_host() -> None:
+    params = {"subspace_dim": 64, "nonzeros_per_row": 4}
+    engine = start(lsp_json(lr=1e-4, offload=False, clipping=0.1, params=params, bf16={"enabled": True}), model(128))
+    batch = {name: value.to(engine.device) for name, value in plain_batch(0).items()}
+    for step in range(3):
+        engine.backward(engine(**batch))
+        torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
+        try:
+            engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    engine.destroy()
 
 
 @pytest.mark.parametrize("offload", [False, True])

@@ -69,8 +69,8 @@ def test_whole_matrices_in_chunks_train_the_same_bits(monkeypatch: pytest.Monkey
     monkeypatch.setattr(subspace_adam, "MIN_THREADS_FOR_CHUNKS", 1)
     monkeypatch.setattr(subspace_adam, "_CHUNK_NUMEL", 128)
     parts: list[int] = []
-    adam = subspace_adam._adam_
-    monkeypatch.setattr(subspace_adam, "_adam_", lambda *a, **k: (parts.append(a[0][0].numel()), adam(*a, **k)))
+    adam = subspace_adam.adam_
+    monkeypatch.setattr(subspace_adam, "adam_", lambda *a, **k: (parts.append(a[0][0].numel()), adam(*a, **k)))
     chunked_losses, weights = run("layerwise", num_batches=3, **json)
     assert chunked_losses == losses and parts.count(128) > 10
     assert_equal(weights, expected)
