@@ -44,9 +44,8 @@ def _run_watched(call: Callable[[], Any], device: torch.device) -> tuple[Any, st
     return result, None if torch.equal(before, torch.get_rng_state()) else "draws random numbers"
 
 
-@pytest.fixture
-def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines on the CPU record graphs as on a GPU."""
+def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets engines on the CPU record graphs as on a GPU."""
     monkeypatch.setattr(ds_zo.backends.zo.backend, "can_record", lambda device: True)
     monkeypatch.setattr(cuda_graphs, "_run_watched", _run_watched)
     monkeypatch.setattr(cuda_graphs.BlockGraphs, "_capture", _capture)

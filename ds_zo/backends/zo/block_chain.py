@@ -147,14 +147,16 @@ class BlockChains:
         forwards: dict[int, Callable[..., Any]],
         static_like: Callable[[Key, list[torch.Tensor]], list[torch.Tensor]],
         capture: Callable[[Callable[[], None]], Any],
+        forget_checks: Callable[[], None],
     ) -> None:
         """`forwards`: the blocks' own forwards, by the unit's id. `static_like` makes tensors at fixed addresses.
-        `capture` records work as a CUDA graph."""
+        `capture` records work as a CUDA graph. `forget_checks` has blocks checked, and observed, again."""
         self._block_store = block_store
         self._lockstep = lockstep
         self._forwards = forwards
         self._static_like = static_like
         self._capture = capture
+        self._forget_checks = forget_checks
         self._step = torch.zeros(1, dtype=torch.int32, device=device)
         """The step, which the graph's noise kernels read."""
         self.enabled = True
@@ -205,6 +207,10 @@ class BlockChains:
         self._allowed = allowed and self.enabled
         try:
             yield
+        except BaseException:
+            if self._observed:
+                self._forget_checks()  # else blocks that have been checked would not be observed again
+            raise
         finally:
             self._allowed = False
             self._running = None
@@ -374,9 +380,10 @@ class BlockChains:
                 same = leaf is given and _version(leaf) == version
             if not same:
                 raise ChainBroken(f"block {unit.name} was called with other arguments than when it was recorded")
-        is_last = position == len(chain.links) - 1
-        outputs = [t.clone() for t in chain.outputs[index]] if is_last else chain.pending_outputs[position]
-        return pytree.tree_unflatten(outputs, link.output_spec)
+        if position < len(chain.links) - 1:
+            return pytree.tree_unflatten(chain.pending_outputs[position], link.output_spec)
+        del self._arguments[index], self._noted[index]  # frees activations
+        return pytree.tree_unflatten([t.clone() for t in chain.outputs[index]], link.output_spec)
 
 
 def _by_leaf(link: Link, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -84,6 +84,7 @@ class BlockGraphs:
             forwards=self._forwards,
             static_like=self._static_like,
             capture=self._capture,
+            forget_checks=self.forget,
         )
         self._first_block_hook: Any = None
         self._wrapped: list[tuple[nn.Module, Any]] = []
