@@ -31,10 +31,12 @@ def _capture(self: cuda_graphs.BlockGraphs, work: Callable[[], None]) -> FakeGra
     buffers.append(self._block_store.materialiser.scratch)
     before = [buffer.clone() for buffer in buffers]
     versions = [unit.version for unit in units]
-    work()
+    try:
+        work()
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
     assert versions == [unit.version for unit in units], "a recording must not count its kernels as run"
-    for buffer, value in zip(buffers, before, strict=True):
-        buffer.copy_(value)
     return FakeGraph(work)
 
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,7 +87,9 @@ class ObservedPass:
         self._inputs = _numbered(leaves)
         self._outputs: dict[int, tuple[int, torch.Tensor, int]] = {}
 
-    def add(self, unit: Unit, leaves: Sequence[Any], spec: Any, results: Sequence[torch.Tensor], result_spec: Any) -> bool:
+    def add(
+        self, unit: Unit, leaves: Sequence[Any], spec: Any, results: Sequence[torch.Tensor], result_spec: Any
+    ) -> bool:
         """Adds a block that has run. Returns False if one of its arguments has another source, or an output is not of
         a floating-point dtype."""
         sources = [self._source(leaf) for leaf in leaves]
@@ -167,8 +170,8 @@ class BlockChains:
         self._chains: dict[Key, Chain] = {}
         self._observed: dict[int, ObservedPass] = {}
         """By pass: the blocks that it has called in this forward, while each is its kind's first call."""
-        self._noted: dict[int, tuple[Key, list[Any], Any]] = {}
-        """By pass: kind, leaves and structure of the first block's arguments."""
+        self._noted: dict[int, tuple[Key, list[Any]]] = {}
+        """By pass: kind and leaves of the first block's arguments."""
         self._running: Chain | None = None
         """The chain that was launched in this forward."""
         self._arguments: dict[int, list[tuple[Any, int]]] = {}
@@ -245,11 +248,10 @@ class BlockChains:
         order = {id(link.unit) for link in last.links}
         if first is None or (first.kind, first.links) != (last.kind, last.links) or len(order) != len(last.links):
             return
-        statics = [("in", last.kind, i) for i in range(_NUM_PASSES)], [("out", last.kind, i) for i in range(_NUM_PASSES)]
         self._chains[last.kind] = Chain(
             last.links,
-            [self._static_like(key, last.inputs) for key in statics[0]],
-            [self._static_like(key, list(results)) for key in statics[1]],
+            [self._static_like(("in", last.kind, i), last.inputs) for i in range(_NUM_PASSES)],
+            [self._static_like(("out", last.kind, i), list(results)) for i in range(_NUM_PASSES)],
             [CaptureState(link.unit.module) for link in last.links],
             [[PendingOutput.like(*output) for output in link.outputs] for link in last.links],
         )
@@ -261,9 +263,9 @@ class BlockChains:
         """Whether a chain may be launched in this forward, which needs the arguments of both passes."""
         return self._allowed and bool(self._chains)
 
-    def note_arguments(self, kind: Key, leaves: list[Any], spec: Any) -> None:
+    def note_arguments(self, kind: Key, leaves: list[Any]) -> None:
         """Notes the arguments with which a pass calls the first block, before the pass pauses."""
-        self._noted[self._lockstep.current] = (kind, leaves, spec)
+        self._noted[self._lockstep.current] = (kind, leaves)
 
     def launch(self, unit: Unit, kind: Key) -> bool:
         """Launches the chain that begins with this block in both passes. Returns False if there is none, or it cannot
@@ -284,9 +286,10 @@ class BlockChains:
             return False
         if num_pending in chain.graphs and chain.graphs[num_pending] is None:
             try:
-                chain.graphs[num_pending] = self._capture(lambda: self._run(chain, num_pending, stored=lambda unit: None))
+                chain.graphs[num_pending] = self._capture(partial(self._run, chain, num_pending, stored=_ignore))
             except Exception as error:
                 self.stop(f"recording failed: {error}")
+                self._lockstep.on_switch(0)
                 unit.bind(materialiser.pair_views(unit)[0])
                 return False
         self._start(chain, num_pending, [found[1] for found in noted if found is not None])
@@ -392,6 +395,10 @@ def _by_leaf(link: Link, tensors: Sequence[torch.Tensor]) -> dict[int, torch.Ten
     return dict(zip(numbers, tensors, strict=True))
 
 
+def _ignore(unit: Unit) -> None:
+    """The kernels of a recording have not run, so no weights are stored."""
+
+
 def _version(leaf: Any) -> int:
     return version_of(leaf) if isinstance(leaf, torch.Tensor) else 0
 
@@ -399,5 +406,7 @@ def _version(leaf: Any) -> int:
 def _has_hooks(module: nn.Module) -> bool:
     """Whether the module has forward hooks besides those of the engine."""
     return any(
-        not isinstance(hook, Hook) for hooks in (module._forward_hooks, module._forward_pre_hooks) for hook in hooks.values()
+        not isinstance(hook, Hook)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
     )

@@ -108,9 +108,9 @@ class BlockGraphs:
 
     def _note_arguments(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._lockstep.inside and self.chains.expects_arguments:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
+            leaves, _ = pytree.tree_flatten((args, kwargs))
             if (kind := self._kind(unit, leaves, args, kwargs)) is not None:
-                self.chains.note_arguments(kind, leaves, spec)
+                self.chains.note_arguments(kind, leaves)
 
     def close(self) -> None:
         """Drops all recordings and restores the modules' forwards."""

@@ -95,6 +95,15 @@ def batch(step: int, length: int = 4) -> dict[str, Any]:
     return {"x": torch.randn(2, length, 16, generator=torch.Generator().manual_seed(step))}
 
 
+def random_states() -> list[torch.Tensor]:
+    return [torch.get_rng_state(), *torch.cuda.get_rng_state_all()]
+
+
+def set_random_states(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    torch.cuda.set_rng_state_all(states[1:])
+
+
 def train(engine: Any, batches: list[dict[str, Any]]) -> None:
     for each in batches:
         loss = engine(**on_device(engine, each))[0]
@@ -108,23 +117,23 @@ def trained(
     graphs: bool,
     make: Callable[[], nn.Module] = Stack,
     **config: Any,
-) -> tuple[Weights, torch.Tensor, int, Any]:
-    """Weights and random state after a step a batch, the number of recorded chains, and the chains."""
+) -> tuple[Weights, list[torch.Tensor], int, Any]:
+    """Weights and random states after a step a batch, the number of recorded chains, and the chains."""
     torch.manual_seed(3)
     settings = zo_config(lr=1e-3, offload=False, section={"cuda_graphs": graphs}, **config)
     with zo_engine(seeded(make), settings) as engine:
         train(engine, batches)
         chains = engine.backend._graphs.chains if graphs else None
         num_recorded = len(list(chains.graphs)) if chains is not None else 0
-        return masters_of(engine), torch.get_rng_state(), num_recorded, chains
+        return masters_of(engine), random_states(), num_recorded, chains
 
 
 def assert_same_run(batches: list[dict[str, Any]], **options: Any) -> tuple[int, Any]:
     """Trains with and without graphs. Returns the number of recorded chains, and the chains."""
-    expected, expected_state, *_ = trained(batches, graphs=False, **options)
-    found, state, num_recorded, chains = trained(batches, graphs=True, **options)
+    expected, expected_states, *_ = trained(batches, graphs=False, **options)
+    found, states, num_recorded, chains = trained(batches, graphs=True, **options)
     assert_same_weights(found, expected)
-    assert torch.equal(state, expected_state)
+    assert all(map(torch.equal, states, expected_states))
     return num_recorded, chains
 
 
@@ -202,10 +211,10 @@ def test_training_goes_on_after_an_interrupted_step() -> None:
     torch.manual_seed(3)
     with zo_engine(seeded(Stack), zo_config(lr=1e-3, offload=False)) as engine:
         for step in range(6):
-            state = torch.get_rng_state()
+            states = random_states()
             with pytest.raises(KeyboardInterrupt):
                 engine(**on_device(engine, {**batch(step), "quirk": Quirk("fails")}))
-            torch.set_rng_state(state)
+            set_random_states(states)
             train(engine, [batch(step)])
         assert list(engine.backend._graphs.chains.graphs)
         assert_same_weights(masters_of(engine), expected)
@@ -222,6 +231,36 @@ def test_a_failed_recording_leaves_the_step_right(monkeypatch: pytest.MonkeyPatc
     num_recorded, chains = assert_same_run([batch(step) for step in range(5)])
     assert num_recorded == 0
     assert not chains.enabled
+
+
+def test_training_goes_on_after_ctrl_c_inside_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = [batch(step) for step in range(5)]
+    expected, *_ = trained(batches, graphs=False)
+    capture = cuda_graphs.BlockGraphs._capture
+    interruptions: list[None] = []
+
+    def interrupted(self: Any, work: Callable[[], None]) -> Any:
+        def half() -> None:
+            work()
+            if not interruptions:
+                interruptions.append(None)
+                raise KeyboardInterrupt
+
+        return capture(self, half)
+
+    monkeypatch.setattr(cuda_graphs.BlockGraphs, "_capture", interrupted)
+    torch.manual_seed(3)
+    with zo_engine(seeded(Stack), zo_config(lr=1e-3, offload=False)) as engine:
+        for each in batches:
+            states = random_states()
+            try:
+                train(engine, [each])
+            except KeyboardInterrupt:
+                set_random_states(states)
+                train(engine, [each])
+        assert interruptions
+        assert list(engine.backend._graphs.chains.graphs)
+        assert_same_weights(masters_of(engine), expected)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
