@@ -247,6 +247,7 @@ class BlockChains:
         assert last is not None
         order = {id(link.unit) for link in last.links}
         if first is None or (first.kind, first.links) != (last.kind, last.links) or len(order) != len(last.links):
+            self.refuse("the two passes do not call each block once with the same kinds of arguments")
             return
         self._chains[last.kind] = Chain(
             last.links,
