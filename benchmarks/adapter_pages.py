@@ -24,6 +24,8 @@ NAMES = {
     "7b/bf16-streamed": "LLaMA-7B, AdamW, bf16, all blocks streamed",
     "7b/bf16-peft": "LLaMA-7B, PEFT in PyTorch, bf16 on the GPU",
     "7b/nf4-bitsandbytes": "LLaMA-7B, PEFT and bitsandbytes, NF4 on the GPU",
+    "7b/nf4-zero3": "LLaMA-7B, ZeRO-3 `offload_param`, NF4 of bitsandbytes",
+    "70b/nf4-zero3": "LLaMA-70B, ZeRO-3 `offload_param`, NF4 of bitsandbytes",
     "70b/nf4-16gb": "LLaMA-70B, AdamW, NF4, within 16 GB",
     "70b/nf4-10gb-inputs": "LLaMA-70B, AdamW, NF4, within 10 GB, inputs of blocks on the host",
     "175b/nf4-zo-24gb": "OPT-175B, ZO, NF4, within 24 GB",

@@ -10,8 +10,9 @@ Weights are drawn and quantised on the GPU, one tensor at a time. With 70B param
 weights of the first one, so that the model loads in less time: `repeated` in the row. A cap of GPU memory is enforced
 by PyTorch's allocator. All linear layers of the blocks have adapters of rank 16. The resident NF4 base has all blocks
 on the GPU and recomputes them in the backward pass as the streamed one does. `7b/bf16-peft` is plain PEFT in PyTorch
-with gradient checkpointing. `7b/nf4-bitsandbytes` is the same over a base of bitsandbytes, and is skipped where that is
-missing.
+with gradient checkpointing. `7b/nf4-bitsandbytes` is the same over a base of bitsandbytes. The cases `zero3` are that
+base under DeepSpeed's ZeRO-3 with `offload_param`, which needs the whole base on the GPU when it starts, so that they
+have no cap. Cases of bitsandbytes are skipped where that is missing.
 `link_busy` is the share of a step in which uploads occupy the link, at the rate that uploads have alone.
 """
 
@@ -57,7 +58,7 @@ _NUM_TIMED_UPLOADS = 8
 @dataclass(frozen=True)
 class AdapterCase(TrainingCase):
     """Methods: `adapter` (AdamW) and `zo` are ours, `peft` is PyTorch with gradient checkpointing, `bitsandbytes` the
-    same in NF4."""
+    same in NF4, `zero3` that under DeepSpeed's ZeRO-3 with `offload_param`."""
 
     batch: int = 4
     length: int = 1024
@@ -90,6 +91,8 @@ CASES = {
     "7b/bf16-streamed": _Planned(AdapterCase("llama-7b", "adapter", stream={"resident_blocks": 0}), 45, 18),
     "7b/bf16-peft": _Planned(AdapterCase("llama-7b", "peft"), 40, 5),
     "7b/nf4-bitsandbytes": _Planned(AdapterCase("llama-7b", "bitsandbytes"), 60, 5),
+    "7b/nf4-zero3": _Planned(AdapterCase("llama-7b", "zero3"), 70, 12),
+    "70b/nf4-zero3": _Planned(AdapterCase("llama-70b", "zero3", warmup=2, steps=4), 240, 60),
     "70b/nf4-16gb": _Planned(
         AdapterCase(
             "llama-70b", "adapter", stream=_stream(device_memory_gb=15), cap_gb=16, warmup=3, steps=6, repeated=True
@@ -157,13 +160,14 @@ def cases_of(*, device: str = "cuda", tiny: bool = False) -> list[Case]:
 def measure(**settings: Any) -> Row:
     """Measures one case in this process."""
     case = AdapterCase(**settings)
-    if case.method == "bitsandbytes" and importlib.util.find_spec("bitsandbytes") is None:
+    if case.method in ("bitsandbytes", "zero3") and importlib.util.find_spec("bitsandbytes") is None:
         return {"fits": False, "why": "bitsandbytes is not installed"}
     device = start_device(case.device, cap_gb=case.cap_gb)
     start = time.perf_counter()
     model: Any = case.lazy_model(device)
     config = model.config
-    make = {"adapter": _engine, "zo": _engine, "peft": _plain, "bitsandbytes": _bitsandbytes}[case.method]
+    methods = {"adapter": _engine, "zo": _engine, "peft": _plain, "bitsandbytes": _bitsandbytes, "zero3": _zero3}
+    make = methods[case.method]
     step, store = make(case, model, device)
     load_s = time.perf_counter() - start
     generator = torch.Generator().manual_seed(0)
@@ -262,14 +266,18 @@ def _engine(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[
     kept.clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    store = (engine.backend._base if case.method == "adapter" else engine.backend).block_store
+    return _step_of(engine), store
 
+
+def _step_of(engine: Any) -> Step:
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()
         return loss.detach()
 
-    return step, (engine.backend._base if case.method == "adapter" else engine.backend).block_store
+    return step
 
 
 def _repeat_first_block(model: Any) -> dict[str, nf4.Quantised]:
@@ -301,7 +309,35 @@ def _plain(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[S
 
 
 def _bitsandbytes(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
-    """The same with the linear layers of blocks in NF4 by bitsandbytes, quantised one at a time."""
+    """The same with the linear layers of blocks in NF4 by bitsandbytes."""
+    return _loop(case, _with_lora4bit(case, model, device))
+
+
+def _zero3(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
+    """The same under DeepSpeed's ZeRO-3, with parameters in pinned host memory and uploads ahead of their use."""
+    import deepspeed
+
+    adapted: Any = _with_lora4bit(case, model, device)
+    adapted.train()
+    adapted.gradient_checkpointing_enable({"use_reentrant": False})
+    offload: dict[str, Any] = {"stage": 3, "overlap_comm": True, "contiguous_gradients": True}
+    offload["offload_param"] = {"device": "cpu", "pin_memory": True}
+    ds_config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": case.batch,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": case.lr or _LR, "torch_adam": True}},
+        "zero_optimization": offload,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if case.dtype != "fp32":
+        ds_config[case.dtype] = {"enabled": True}
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    return _step_of(deepspeed.initialize(model=adapted, model_parameters=trained, config=ds_config)[0]), None
+
+
+def _with_lora4bit(case: AdapterCase, model: nn.Module, device: torch.device) -> nn.Module:
+    """Adapters over linear layers in NF4 by bitsandbytes, which are drawn and quantised one at a time."""
     import bitsandbytes as bnb  # type: ignore[import-not-found,unused-ignore]
 
     source: Any = model._ds_zo_source
@@ -311,12 +347,12 @@ def _bitsandbytes(case: AdapterCase, model: nn.Module, device: torch.device) -> 
         new = bnb.nn.Linear4bit(
             m.in_features, m.out_features, bias=False, compute_dtype=DTYPES[case.dtype], quant_type="nf4"
         )
-        value = source(f"model.layers.{name}.weight").cpu()
+        value = source(f"model.layers.{name}.weight")
         new.weight = bnb.nn.Params4bit(value, requires_grad=False, quant_type="nf4")
         setattr(owner, name.rpartition(".")[2], new.to(device))
     whole: Any = materialise(model, device)
     whole.is_loaded_in_4bit = True  # PEFT chooses its adapters for bitsandbytes by it
-    return _loop(case, _with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device))
+    return _with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device)
 
 
 def _loop(case: AdapterCase, model: Any) -> tuple[Step, None]:

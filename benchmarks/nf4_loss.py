@@ -11,6 +11,7 @@ have the same weights, rounded to bf16, and compute in float32. `nf4` is the bac
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 from collections.abc import Sequence
@@ -105,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for task, loss in losses_of(args.model, texts, form, length=args.length, batch=args.batch).items():
             row: dict[str, Any] = {"case": "nf4_loss", "model": Path(args.model).name, "task": task, "form": form}
             row |= {"loss": loss, "texts": len(texts[task]), "length": args.length}
+            if form.startswith("bitsandbytes"):
+                row["bitsandbytes"] = importlib.metadata.version("bitsandbytes")
             print(json.dumps(row), flush=True)
             if args.out is not None:
                 append_row(args.out, row | environment())
