@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +14,6 @@ from torch import nn
 from benchmarks.training_case import TrainingCase
 from ds_zo.bench.measure import link_gbps, measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise
-from ds_zo.bench.traces import profile_steps
 from ds_zo.planner.models import DTYPES
 from ds_zo.planner.shapes import config_of
 from ds_zo.records.rows import Row
@@ -226,58 +223,6 @@ def _measure(prepared: PreparedMethod, ids: torch.Tensor, *, warmup: int, steps:
 
 def _moved(block_store: Any) -> tuple[int, int]:
     return (0, 0) if block_store is None else (block_store.runtime.bytes_up, block_store.runtime.bytes_down)
-
-
-def run_slow_host(
-    *,
-    shape: str = "opt-1.3b",
-    inputs: Sequence[Sequence[int]] = ((1, 2048), (4, 512)),
-    num_cores: int = 2,
-    steps: int = 20,
-    device: str = "cuda",
-) -> list[Row]:
-    """Measures resident ZO with all cores and with `num_cores`, with one CUDA graph for all blocks and with one for
-    each block. Each row has the step's milliseconds and those in which the GPU was busy. One engine makes all rows."""
-    case = ZOCase(shape, "zo", inputs=inputs, device=device)
-    where = start_device(device)
-    model: Any = case.lazy_model(where)
-    prepared = zo(model, dtype=case.dtype, batch=case.pairs[0][0], lr=_LR, stream={"master": "wire"}, resident=True)
-    graphs = prepared.engine.backend._graphs
-    all_cores = sorted(os.sched_getaffinity(0))
-    rows: list[Row] = []
-
-    def cases() -> Iterator[tuple[Row, Callable[[], Any]]]:
-        for batch, length in case.pairs:
-            ids = token_ids(model.config, batch, length, where)
-            for kind in ("all blocks", "each block"):
-                if graphs is not None:
-                    graphs.forget()
-                    graphs.chains.enabled = kind == "all blocks"
-                yield {"shape": shape, "batch": batch, "length": length, "graphs": kind}, partial(prepared.step, ids)
-
-    for about, step in cases():
-        for cores in (all_cores, all_cores[:num_cores]):
-            _run_on(cores)
-            found = measure_steps(step, warmup=6, steps=steps, device=where)
-            about["num_graphs"] = 0 if graphs is None else len(list(graphs.chains.graphs))
-            times = {"step_ms": found["step_s"] * 1e3, "wall_ms": found["step_wall_s"] * 1e3}
-            rows.append({**about, "cores": len(cores), **times, "peak_gb": found["peak_gb"], "loss": found["loss"]})
-        _run_on(all_cores)
-    for i, (_, step) in enumerate(cases() if where.type == "cuda" else ()):  # last: a profiler slows later launches
-        for _ in range(6):
-            step()
-        busy_ms = profile_steps(step, steps=5).get("gpu_compute_s", 0.0) * 1e3
-        for row in rows[2 * i : 2 * i + 2]:
-            row |= {"busy_ms": busy_ms, "ratio": row["wall_ms"] / busy_ms if busy_ms else None}
-    prepared.engine.destroy()
-    return rows
-
-
-def _run_on(cores: Sequence[int]) -> None:
-    """Lets all threads of this process run on these cores only, as `taskset` does for a process that it starts."""
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):
-            os.sched_setaffinity(int(thread), cores)
 
 
 def run_machine(*, numel: int = 200_000_000, device: str = "cuda") -> Row:

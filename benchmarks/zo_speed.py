@@ -4,7 +4,6 @@ python -m benchmarks.zo_speed preset targets --out rows.jsonl
 python -m benchmarks.zo_speed preset paper --out rows.jsonl --only '^t1' --total-s 300 --resume
 python -m benchmarks.zo_speed preset all --out rows.jsonl --skip 'split|half' --total-s 600
 python -m benchmarks.zo_speed case --shape opt-6.7b --method zo --stream '{"master": "wire"}'
-python -m benchmarks.zo_speed slow-host --shape opt-1.3b --cores 2
 python -m benchmarks.zo_speed report rows.jsonl > report.md
 python -m benchmarks.zo_speed plot rows.jsonl --out FOLDER
 python -m benchmarks.zo_speed timeline --shape opt-6.7b --layers 8 --out step.json
@@ -73,14 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     case.add_argument("--steps", type=int, default=12)
     case.add_argument("--device", default="cuda")
     case.set_defaults(run=_case)
-
-    slow = commands.add_parser("slow-host", help="resident ZO with all cores and with few; prints rows")
-    slow.add_argument("--shape", default="opt-1.3b")
-    slow.add_argument("--inputs", default=[[1, 2048], [4, 512]], type=json.loads, help="pairs (batch, length), as JSON")
-    slow.add_argument("--cores", type=int, default=2)
-    slow.add_argument("--steps", type=int, default=20)
-    slow.add_argument("--device", default="cuda")
-    slow.set_defaults(run=_slow_host)
 
     report = commands.add_parser("report", help="Markdown tables from rows")
     report.add_argument("rows", type=Path, nargs="+")
@@ -152,15 +143,6 @@ def _case(args: argparse.Namespace) -> None:
     os.environ.update(single_process() | os.environ)
     params = {key: value for key, value in vars(args).items() if key not in ("command", "run", "forks")}
     print("ROW " + json.dumps(run_case(**params) | environment()), flush=True)
-
-
-def _slow_host(args: argparse.Namespace) -> None:
-    from benchmarks.zo_case import run_slow_host
-
-    os.environ.update(single_process() | os.environ)
-    given = {"shape": args.shape, "inputs": args.inputs, "steps": args.steps, "device": args.device}
-    for row in run_slow_host(num_cores=args.cores, **given):
-        print("ROW " + json.dumps(row | environment()), flush=True)
 
 
 def _rows(args: argparse.Namespace) -> list[Row]:

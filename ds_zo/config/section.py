@@ -131,8 +131,8 @@ class DsZoConfig(ConfigModel):
     memory again as the weights."""
 
     cuda_graphs: bool = True
-    """ZO: record small blocks as CUDA graphs and replay them, where weights stay on the device. One graph holds all
-    blocks where each takes the output of the block before it. Blocks that can't be recorded run as usual."""
+    """ZO: record small blocks as CUDA graphs and replay them, where weights stay on the device. Blocks that can't be
+    recorded run as usual."""
 
     compile_blocks: bool = False
     """LOMO, AdaLOMO and LSP: torch.compile every block, with one graph for all blocks of a kind. Steps after the first,

@@ -66,7 +66,7 @@ def replay_perturb(
     exponents_in: torch.Tensor | None = None,
     exponents_out: torch.Tensor | None = None,
     seed: int,
-    step: int | torch.Tensor,
+    step: int,
     direction: int = 0,
     scale: float = 0.0,
     distribution: Distribution = "normal",
@@ -94,10 +94,6 @@ def replay_perturb(
 
     `as_stored` rounds x as a store would, without writing it. A call with `as_stored`, `out` and `pair` then gives the
     same bits as a store followed by two perturbing calls on the stored values.
-
-    `step` may be an int32 tensor with one element on the same device, which the kernel reads when it runs. A CUDA graph
-    that holds the launch can then be replayed in later steps. The entries are then the last `num_entries` before
-    `step`, and `first_entry` is not used.
 
     In a segment's `still` range z is 0. Frozen segments are only copied and converted. Padding is neither read nor
     written. dst may be src, and low_out may be low_in.
@@ -131,7 +127,7 @@ def replay_perturb(
 
         replay_perturb_triton(call)
     else:
-        replay_perturb_reference(call.with_step_of_now())
+        replay_perturb_reference(call)
 
 
 def format_of(dtype: torch.dtype) -> Format | None:

@@ -112,7 +112,6 @@ class _Draws:
     """The random draws for all offsets of a run. Each is made on first use and cached."""
 
     def __init__(self, call: KernelCall, run: list[Segment]) -> None:
-        assert isinstance(call.step, int)
         self.offset = run[0].offset
         numel = run[-1].offset + run[-1].numel - self.offset
         draw = partial(rng.draw, seed=call.seed, offset=self.offset, numel=numel, distribution=call.distribution)

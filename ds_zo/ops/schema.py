@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -34,7 +34,7 @@ class KernelCall:
     exponents_in: torch.Tensor | None
     exponents_out: torch.Tensor | None
     seed: int
-    step: int | torch.Tensor
+    step: int
     direction: int
     scale: float
     distribution: Distribution
@@ -45,14 +45,6 @@ class KernelCall:
     @property
     def format(self) -> Format:
         return storage_format(self.src.dtype)
-
-    def with_step_of_now(self) -> KernelCall:
-        """The same call with the step as a number. Reads a step that is a tensor."""
-        if not isinstance(self.step, torch.Tensor):
-            return self
-        step = int(self.step)
-        first_entry = 0 if self.log is None else (step - self.num_entries) % self.log.shape[0]
-        return replace(self, step=step, first_entry=first_entry)
 
     @property
     def num_log_groups(self) -> int:
@@ -116,8 +108,6 @@ class KernelCall:
             if exponents is not None:
                 assert fmt.scale_dtype is not None
                 self._check_tensor(name, exponents, fmt.scale_dtype, fmt.scales_of(0, self.table.numel).stop)
-        if isinstance(self.step, torch.Tensor):
-            self._check_tensor("step", self.step, torch.int32, 1)
         self._check_entries()
 
     def _check_entries(self) -> None:

@@ -93,7 +93,6 @@ def _replay_perturb_kernel(
     PERTURB: tl.constexpr,
     DITHER_OUT: tl.constexpr,
     HAS_STILL: tl.constexpr,
-    STEP_ON_DEVICE: tl.constexpr,
     LANES: tl.constexpr,
 ):
     row = chunks_ptr + (first_chunk + tl.program_id(0)) * 4
@@ -107,9 +106,6 @@ def _replay_perturb_kernel(
         end_still = tl.load(still + 1)
     k0 = k0.to(tl.uint32)
     k1 = k1.to(tl.uint32)
-    if STEP_ON_DEVICE:
-        step = tl.load(step)
-        first_entry = (step - num_entries) % capacity
     step = step.to(tl.uint32)
     direction = direction.to(tl.uint32)
     SCALED: tl.constexpr = FORMAT >= FP8
@@ -283,7 +279,7 @@ def replay_perturb_triton(call: KernelCall) -> None:
             1 if call.log is None else call.log.shape[0],
             low,
             high,
-            call.step if isinstance(call.step, torch.Tensor) else _as_int32(call.step),
+            _as_int32(call.step),
             call.direction,
             float(call.scale),
             NUM_GROUPS=call.num_log_groups if call.num_entries else 0,
@@ -303,7 +299,6 @@ def replay_perturb_triton(call: KernelCall) -> None:
             PERTURB=call.out is not None and call.scale != 0.0,
             DITHER_OUT=call.rounds_out,
             HAS_STILL=call.table.still is not None,
-            STEP_ON_DEVICE=isinstance(call.step, torch.Tensor),
             LANES=LANES,
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,

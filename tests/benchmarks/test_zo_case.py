@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -62,15 +61,6 @@ def test_one_case_by_hand_prints_its_row(single_process: None, capfd: pytest.Cap
     main(["case", "--shape", "opt-tiny", "--method", "zo", "--device", "cpu", *sizes])
     (line,) = (line for line in capfd.readouterr().out.splitlines() if line.startswith("ROW "))
     assert json.loads(line.removeprefix("ROW "))["num_blocks"] == LAYERS
-
-
-def test_few_cores_are_measured_beside_all(single_process: None) -> None:
-    cores = os.sched_getaffinity(0)
-    rows = zo_case.run_slow_host(shape="opt-tiny", inputs=((1, 8),), num_cores=1, steps=1, device="cpu")
-    assert [(row["graphs"], row["cores"]) for row in rows] == [
-        (graphs, count) for graphs in ("all blocks", "each block") for count in (len(cores), 1)
-    ]
-    assert os.sched_getaffinity(0) == cores
 
 
 def test_streamed_zo_is_measured_with_its_updates_pending(single_process: None) -> None:

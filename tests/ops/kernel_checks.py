@@ -125,24 +125,6 @@ def check_words(device: str) -> None:
         assert torch.equal(got.cpu(), expected), f"words differ from offset {offset}"
 
 
-def check_step_on_device(device: str) -> None:
-    """A step in device memory gives the bits of the same step as a number."""
-    log = make_log([(8, [0.999, 1.0], [1e-4, 2e-3])], capacity=3, first=2).to(device)
-    found = []
-    for step in (9, torch.tensor([9], dtype=torch.int32, device=device)):
-        flat = Flat.make(torch.bfloat16, master=True, device=device, segments=SMALL_SEGMENTS)
-        out, pair = (torch.full_like(flat.storage, CANARY) for _ in range(2))
-        entries = {"log": log, "num_entries": 1, "first_entry": 2 if isinstance(step, int) else 0}
-        replay_perturb_triton(
-            call_of(flat.storage, **flat.planes(flat), out=out, pair=pair, scale=1e-3, step=step, fold=True, **entries)
-        )
-        found.append((flat.to("cpu"), out.cpu(), pair.cpu()))
-    (flat, *copies), (same_flat, *same_copies) = found
-    assert all(torch.equal(a, b) for a, b in zip(copies, same_copies, strict=True))
-    assert torch.equal(flat.storage, same_flat.storage)
-    assert torch.equal(flat.low, same_flat.low)
-
-
 def check_noise(device: str) -> None:
     for distribution in DISTRIBUTIONS:
         (_, expected), (_, got) = both(

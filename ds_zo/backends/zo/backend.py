@@ -32,7 +32,7 @@ from ds_zo.backends.common.pretrained import PretrainedSaving
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.checkpoint import ZOCheckpoint
-from ds_zo.backends.zo.cuda_graphs import BlockGraphs, can_record
+from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 from ds_zo.backends.zo.lockstep import Lockstep
 from ds_zo.backends.zo.loss_terms import TrainedParameters
 from ds_zo.backends.zo.model_check import ModelCheck
@@ -74,7 +74,7 @@ class ZOBackend(Backend):
         )
         self.block_store = ZOBlockStore(module, config, param_groups=self.param_groups, device=device, ranks=self.ranks)
         lockstep = Lockstep(device)
-        graphs = config.section.cuda_graphs and can_record(device)
+        graphs = config.section.cuda_graphs and device.type == "cuda"
         self._graphs = BlockGraphs(self.block_store, lockstep, device=device) if graphs else None
         self._passes = TrainingPasses(
             module,

@@ -4,7 +4,11 @@ Working copies made in pairs lie at the same two addresses in every step. So a b
 list of kernels each time: it is recorded once and replayed by one launch. Inputs are copied to the addresses that the
 recording reads, and outputs are copied out. A block is recorded only if one run showed that it can be replayed. It must
 take and return tensors, draw no random numbers, read no value back to the host, and change no input. Every other block
-runs as usual. Where all blocks are on the device, one graph may hold all of them: see [Note: one graph for all blocks].
+runs as usual.
+
+[Note: tensors that modules keep] Recorded kernels read masks and position tables at their addresses at recording time.
+A module that makes a longer table for a longer batch frees the first table, and its memory is used for something else.
+So the address of each such tensor is checked before a replay.
 """
 
 from __future__ import annotations
@@ -20,10 +24,8 @@ from deepspeed.utils import logger
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ds_zo.backends.common.plain_copies import Hook, StandIn
-from ds_zo.backends.zo.block_chain import BlockChains, Key
+from ds_zo.backends.common.plain_copies import StandIn
 from ds_zo.backends.zo.block_store import ZOBlockStore
-from ds_zo.backends.zo.capture_state import CaptureState, version_of
 from ds_zo.backends.zo.lockstep import Lockstep
 from ds_zo.ops.recording import recorded
 from ds_zo.planner.choices import MOST_RECORDED_FLOPS
@@ -32,10 +34,40 @@ from ds_zo.streaming.units import Unit
 MAX_INPUT_KINDS = 16
 """Kinds of inputs (shapes, dtypes, other arguments) that are recorded: each kind keeps one graph per block and pass."""
 
+Key = tuple[Any, ...]
 
-def can_record(device: torch.device) -> bool:
-    """Whether the device has CUDA graphs."""
-    return device.type == "cuda"
+
+class CaptureState:
+    """State that a block's forward depends on besides arguments, parameters and code. It consists of hooks and of
+    tensors that modules keep ([Note: tensors that modules keep])."""
+
+    def __init__(self, block: nn.Module) -> None:
+        self._hooks = [
+            torch.nn.modules.module._global_forward_hooks,
+            torch.nn.modules.module._global_forward_pre_hooks,
+            *(hooks for m in block.modules() if m is not block for hooks in (m._forward_hooks, m._forward_pre_hooks)),
+        ]
+        """Hooks of the modules inside the block. The block's own hooks run around its forward."""
+        self._tensors = [
+            (places, name, tensor, tensor.data_ptr())
+            for m in block.modules()
+            for places in (m._buffers, vars(m))
+            for name, tensor in places.items()
+            if isinstance(tensor, torch.Tensor)
+        ]
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether any hook is registered: a replay would not call it."""
+        return any(self._hooks)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a module has replaced a tensor that it kept, or the tensor's memory has moved."""
+        return any(
+            places.get(name) is not tensor or tensor.data_ptr() != address
+            for places, name, tensor, address in self._tensors
+        )
 
 
 @dataclass
@@ -74,19 +106,7 @@ class BlockGraphs:
         self._has_warned = self._has_warned_of_hooks = False
         self._recorded_for: object = None
         self._disabled = False
-        self._stream: torch.cuda.Stream | None = None
-        self._forwards: dict[int, Callable[..., Any]] = {}
-        """The forwards that are replaced, by the unit's id."""
-        self.chains = BlockChains(
-            block_store,
-            lockstep,
-            device=device,
-            forwards=self._forwards,
-            static_like=self._static_like,
-            capture=self._capture,
-            forget_checks=self.forget,
-        )
-        self._first_block_hook: Any = None
+        self._stream = torch.cuda.Stream(device)
         self._wrapped: list[tuple[nn.Module, Any]] = []
         """Modules whose forward is replaced, and the `forward` attribute that each had set on itself before, or
         None."""
@@ -95,29 +115,13 @@ class BlockGraphs:
             has_hooks_inside = any(id(m) in entered for m in unit.module.modules())
             if not has_hooks_inside and not any(part.frozen for part in unit.parts):
                 self._wrapped.append((unit.module, vars(unit.module).get("forward")))
-                method = self._forwards[id(unit)] = unit.module.forward
+                method = unit.module.forward
                 unit.module.forward = StandIn(partial(self._forward, unit, method), method)
-
-    def hook_first_block(self) -> None:
-        """Hooks the first block, so that a pass notes its arguments before it pauses at the block. Call it after the
-        hooks that pause are registered."""
-        blocks = self._block_store.placement.blocks
-        if blocks and id(blocks[0]) in self._forwards:
-            hook = Hook(torch.compiler.disable(partial(self._note_arguments, blocks[0])))
-            self._first_block_hook = blocks[0].module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-
-    def _note_arguments(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self._lockstep.inside and self.chains.expects_arguments:
-            leaves, _ = pytree.tree_flatten((args, kwargs))
-            if (kind := self._kind(unit, leaves, args, kwargs)) is not None:
-                self.chains.note_arguments(kind, leaves)
 
     def close(self) -> None:
         """Drops all recordings and restores the modules' forwards."""
         self.forget()
         self._static_tensors.clear()
-        if self._first_block_hook is not None:
-            self._first_block_hook.remove()
         while self._wrapped:
             _unwrap(*self._wrapped.pop())
 
@@ -128,34 +132,22 @@ class BlockGraphs:
         self._wrapped = [(module, before) for module, before in self._wrapped if id(module) not in modules]
         for module, before in leaving:
             _unwrap(module, before)
-        if leaving:
-            self.chains.stop("weights of a block are used outside the block")
 
     def forget(self) -> None:
         """Drops all recordings: the modules have changed, or the working copies have other addresses."""
         self._recordings.clear()
         self._outputs.clear()
         self._rerecorded.clear()
-        self.chains.forget()
 
     @property
     def _pool(self) -> Any:
         """The memory pool that recordings share, which is safe because they run one after the other. None before the
         first recording, which then makes a pool. A pool and its id end with its last recording, so the id is asked of a
         live recording."""
-        graphs = (r.graph for r in self._recordings.values() if r is not None)
-        return next((graph.pool() for graph in (*graphs, *self.chains.graphs)), None)
-
-    def _capture(self, work: Callable[[], None]) -> Any:
-        """Records the work as a CUDA graph."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        return recorded(work, stream=self._stream, pool=self._pool)
+        return next((r.graph.pool() for r in self._recordings.values() if r is not None), None)
 
     def _forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replaces a block's forward: replays its recording, records it, or runs it as usual."""
-        if self._lockstep.blocks_launched:
-            return self.chains.take_output(unit, *pytree.tree_flatten((args, kwargs)))
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self._recorded_for is not self._block_store.materialiser:  # working copies have other addresses
@@ -164,19 +156,22 @@ class BlockGraphs:
         if self._disabled or not (self._lockstep.inside and self._block_store.materialiser.in_one_launch):
             return forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        kind = self._kind(unit, leaves, args, kwargs)
-        if kind is None or not self._admits(kind):
-            return forward(*args, **kwargs)
-        if self.chains.launch(unit, kind):
-            return self.chains.take_output(unit, leaves, spec)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        others = tuple("tensor" if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        if not self._is_small(unit, tensors) or not all(_is_plain(leaf) for leaf in others):
+            return forward(*args, **kwargs)
+        shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        kind = (unit.module.training, autocast, len(args), tuple(kwargs), others, shapes)
+        if not self._admits(kind):
+            return forward(*args, **kwargs)
         key = (id(unit), self._lockstep.current, *kind)
         if key not in self._recordings:
             capture_state = CaptureState(unit.module)
             if self._calls_hooks(capture_state):
                 return forward(*args, **kwargs)
             if key not in self._outputs:
-                return self._run_checked(unit, key, kind, leaves, spec, partial(forward, *args, **kwargs))
+                return self._run_checked(key, kind, tensors, partial(forward, *args, **kwargs))
             self._recordings[key] = self._record(forward, leaves, spec, capture_state, key=key, kind=kind)
         recording = self._recordings[key]
         if recording is None or self._calls_hooks(recording.capture_state):
@@ -185,16 +180,6 @@ class BlockGraphs:
             self._drop(key)
             return forward(*args, **kwargs)
         return recording.replay(tensors)
-
-    def _kind(self, unit: Unit, leaves: Sequence[Any], args: Any, kwargs: Any) -> Key | None:
-        """The kind of these inputs. None if the block is not recorded with such inputs."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        others = tuple("tensor" if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-        if not self._is_small(unit, tensors) or not all(_is_plain(leaf) for leaf in others):
-            return None
-        shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        return (unit.module.training, autocast, len(args), tuple(kwargs), others, shapes)
 
     def _calls_hooks(self, capture_state: CaptureState) -> bool:
         """Whether hooks inside the block must be called, so that it runs without a graph. Warns once."""
@@ -242,25 +227,27 @@ class BlockGraphs:
             )
         return False
 
-    def _run_checked(
-        self, unit: Unit, key: Key, kind: Key, leaves: list[Any], spec: Any, call: Callable[[], Any]
-    ) -> Any:
+    def _run_checked(self, key: Key, kind: Key, tensors: list[torch.Tensor], call: Callable[[], Any]) -> Any:
         """Runs the block as usual, and notes whether it can be replayed. Libraries also set themselves up in this run.
         A recording must not fail: it would leave the allocator in recording mode."""
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        versions = [version_of(t) for t in tensors]
-        result, obstacle = _run_watched(call, self._device)
-        results, result_spec = pytree.tree_flatten(result)
-        if versions != [version_of(t) for t in tensors]:
-            obstacle = "changes its inputs"  # a replay would write to copies of the inputs
-        elif not all(isinstance(leaf, torch.Tensor) for leaf in results):
-            obstacle = "returns other values than tensors"
-        if obstacle is not None:
+        generator = torch.cuda.default_generators[self._device.index or 0]
+        before, mode = generator.get_offset(), torch.cuda.get_sync_debug_mode()
+        versions = [_version(t) for t in tensors]
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as seen:
+                warnings.simplefilter("always")
+                result = call()
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        leaves, _ = pytree.tree_flatten(result)
+        waits = any("synchronizing" in str(warning.message) for warning in seen)
+        draws = generator.get_offset() != before
+        writes = versions != [_version(t) for t in tensors]  # a replay would write to copies of the inputs
+        if waits or draws or writes or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             self._recordings[key] = None
-            self.chains.refuse(f"block {unit.name} {obstacle}")
             return result
-        self._outputs[key] = self._static_like(("out", kind, *((t.shape, t.dtype) for t in results)), results)
-        self.chains.observe(unit, kind, leaves, spec, results, result_spec)
+        self._outputs[key] = self._static_like(("out", kind, *((t.shape, t.dtype) for t in leaves)), leaves)
         return result
 
     def _static_like(self, key: Key, like: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -293,7 +280,7 @@ class BlockGraphs:
                 static.copy_(result)
 
         try:
-            graph = self._capture(work)
+            graph = recorded(work, stream=self._stream, pool=self._pool)
         except Exception as error:
             self._disabled = True
             logger.warning(f"ds_zo: from now on blocks run without CUDA graphs, because recording failed: {error}")
@@ -309,20 +296,8 @@ def _unwrap(module: nn.Module, before: Any) -> None:
         module.forward = before
 
 
-def _run_watched(call: Callable[[], Any], device: torch.device) -> tuple[Any, str | None]:
-    """Makes the call. Returns its result, and what it does that a CUDA graph cannot repeat, or None."""
-    generator = torch.cuda.default_generators[device.index or 0]
-    before, mode = generator.get_offset(), torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            result = call()
-    finally:
-        torch.cuda.set_sync_debug_mode(mode)
-    if any("synchronizing" in str(warning.message) for warning in seen):
-        return result, "reads values back to the host"
-    return result, "draws random numbers" if generator.get_offset() != before else None
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_plain(leaf: Any) -> bool:

@@ -100,9 +100,6 @@ class Lockstep:
         self._start: Any = None
         self.current = 0
         """Index of the pass that is running."""
-        self.blocks_launched = False
-        """Whether the kernels of all blocks of all passes have been launched, so that passes do not pause at blocks
-        ([Note: one graph for all blocks])."""
         self.on_switch: Callable[[int], None] = lambda index: None
         """Called before pass `index` starts or resumes."""
         self.before_rerun: Callable[[], None] = lambda: None
@@ -167,7 +164,6 @@ class Lockstep:
         start = self._random.get_state()
         passes = [_LockstepPass(call, inside, start) for call in calls]
         self._hub, self._thread, self._modes = greenlet.getcurrent(), threading.get_ident(), _open_modes()
-        self.blocks_launched = False
         inside.restore()  # the hub has the same state as most passes, so that switching costs little
         try:
             for index, pass_ in enumerate(passes):
@@ -184,7 +180,6 @@ class Lockstep:
             with ExitStack() as ending:  # a pass may raise again while it unwinds
                 ending.callback(outside.restore)
                 ending.callback(setattr, self, "_hub", None)
-                ending.callback(setattr, self, "blocks_launched", False)
                 for pass_ in reversed(passes):
                     ending.callback(self._end, pass_)
 

@@ -202,35 +202,6 @@ class Materialiser:
             return self._cached.views(unit, source, self.scratch) if first else None
         return self._cached.views(unit, source, self.scratch, second=pair if is_second_of_pair else None)
 
-    @property
-    def repeats_launches(self) -> bool:
-        """Whether each step makes a block's copies by the same launch, but for the step's number. Resident blocks of
-        which every step folds the update before it have such launches."""
-        return self.in_one_launch and self.interval == 1 and self.timed_forward is None
-
-    def launch_pair(self, unit: Unit, *, step: torch.Tensor, pending: int) -> None:
-        """Launches the kernel that makes both copies of a resident block, and folds its `pending` updates. The kernel
-        reads the number of the current step from `step`. The caller calls `unit.folded` when the kernel has run."""
-        low = self.runtime.acquire_low(unit) if pending and unit.low_nbytes else None
-        planes = self._cached.planes(unit, unit.store_buffer, low)
-        self._apply(
-            unit,
-            planes,
-            stored=planes if pending else None,
-            outs=self._cached.outs(unit, self.scratch),
-            pair=self._pair,
-            index=0,
-            pending=pending,
-            fold=pending > 0,
-            step_on_device=step,
-        )
-
-    def pair_views(self, unit: Unit) -> list[list[torch.Tensor]]:
-        """For each of two passes, one view per parameter of its copy of a resident block."""
-        return [
-            self._cached.views(unit, unit.store_buffer, self.scratch, second=second) for second in (None, self._pair)
-        ]
-
     def time_replay(self, unit: Unit, slot: Slot, num_updates: int) -> None:
         """Makes a copy that nothing reads, to measure how long replaying `num_updates` takes. The values in the slot
         and the log do not matter."""
@@ -409,12 +380,10 @@ class Materialiser:
         pending: int = 0,
         fold: bool = False,
         decodes: bool = True,
-        step_on_device: torch.Tensor | None = None,
     ) -> None:
         """Launches the replay-and-perturb kernel once per part, and not at all for a part without an output. `index` is
         the pass (two per direction, + then -); None makes a copy without noise. Without `decodes`, frozen parameters
-        are in `outs` already: all passes over a block share them. With `step_on_device`, the kernel reads the step from
-        this tensor."""
+        are in `outs` already: all passes over a block share them."""
         pair_outs = None if pair is None else self._cached.outs(unit, self.scratch, pair)
         step = self.log.length
         direction, sign = (0, 0.0) if index is None else (self._first_direction + index // 2, 1.0 - 2.0 * (index % 2))
@@ -445,7 +414,7 @@ class Materialiser:
                 exponents_in=source[i].exponents,
                 exponents_out=None if dst is None else dst.exponents,
                 seed=self.noise.seed,
-                step=step if step_on_device is None else step_on_device,
+                step=step,
                 direction=direction,
                 scale=sign * self.noise.zo_eps,
                 distribution=self.noise.distribution,

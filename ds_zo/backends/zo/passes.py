@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.backends.common.stray_weights import StrayWeightDetector, used_outside
-from ds_zo.backends.zo.block_chain import ChainBroken, PendingOutput
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 from ds_zo.backends.zo.lockstep import CannotInterleave, Lockstep
@@ -52,8 +50,6 @@ class TrainingPasses:
         self._working_copies = WorkingCopies(
             module, block_store, lockstep, num_passes=num_passes, device=block_store.device
         )
-        if graphs is not None:
-            graphs.hook_first_block()
         self._pass_state = PassState(num_passes)
         lockstep.on_switch = self._switch
         lockstep.before_rerun = self._pass_state.restart
@@ -86,7 +82,7 @@ class TrainingPasses:
             return results
         if self._working_copies.has_unused and self._num_watched < _MAX_WATCHED_FORWARDS:
             return self._watched(calls, self._rewind)
-        return self._rerun_if_overlapping(calls, self._run(calls, chained=True), self._rewind)
+        return self._rerun_if_overlapping(calls, self._run(calls), self._rewind)
 
     def _one_pass(self, index: int, inputs: PassInputs) -> tuple[Any, list[torch.Tensor]]:
         """Runs pass `index`, and returns its output and the tensors to difference. The output is None except for the
@@ -94,8 +90,6 @@ class TrainingPasses:
         args, kwargs = inputs.fresh()
         with torch.no_grad():
             output = self._module(*args, **kwargs)
-        if self._lockstep.blocks_launched and any(isinstance(t, PendingOutput) for t in floats_of(output)):
-            raise ChainBroken("the model returns the outputs of blocks")
         # Cloned, because callers multiply losses in place.
         kept = [t.detach().clone() for t in losses_of(output) or floats_of(output)]
         return (output if index == self._num_passes - 1 else None), kept
@@ -105,19 +99,12 @@ class TrainingPasses:
         self._working_copies.bind_pass_long(index)
         self._pass_state.switch(index)
 
-    def _run(self, calls: Sequence[Callable[[], Any]], *, chained: bool = False) -> list[Any]:
-        """Runs all passes, in lockstep where the forward allows it. With `chained`, one CUDA graph may launch all
-        blocks."""
+    def _run(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Runs all passes, in lockstep where the forward allows it."""
         if self.interleave:
-            graphs = nullcontext() if self._graphs is None else self._graphs.chains.passes(allowed=chained)
             try:
-                with self._working_copies.training_pass(), self._pass_state.in_passes(), torch.no_grad(), graphs:
+                with self._working_copies.training_pass(), self._pass_state.in_passes(), torch.no_grad():
                     return self._lockstep.together(calls, self._working_copies.ready)
-            except ChainBroken as reason:
-                assert self._graphs is not None
-                self._graphs.chains.stop(reason)
-                self._rewind()
-                return self._run(calls)
             except CannotInterleave as reason:
                 self.interleave = False
                 logger.warning(
@@ -164,8 +151,6 @@ class TrainingPasses:
                 rewind()
                 if self._graphs is not None:
                     self._graphs.forget()  # else the second run would record blocks that replace their buffers in it
-                    if changed:
-                        self._graphs.chains.stop("the forward changes buffers or attributes of its modules")
                 self._pass_state.set_places(changed)
                 self._lockstep.before_rerun = self._pass_state.restart
                 results = self._run(calls)

@@ -160,8 +160,7 @@ class WorkingCopies:
             if enclosing:
                 self.overlap.note_block(unit, enclosing, streams=self.streams)
             if self._lockstep.inside:
-                if not self._lockstep.blocks_launched:
-                    self._pause(unit)
+                self._pause(unit)
             else:
                 self._make_ready(unit, self._lockstep.current, last=True)
         self.overlap.enter(self._index, module, (unit,))
@@ -178,8 +177,6 @@ class WorkingCopies:
     def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook after a block: releases its weights once the last pass has run it."""
         self.overlap.leave(self._index, module)
-        if self._lockstep.blocks_launched:
-            return None
         kept = self._outside_shared_buffers(output)
         if not self._training:
             self._leave_clean(unit)
@@ -207,7 +204,7 @@ class WorkingCopies:
     def ready(self, request: Any, index: int) -> None:
         """Called by the hub when all passes have made the same request: makes pass `index`'s copy of the requested
         block."""
-        if request is not _WAIT_FOR_ALL and not self._lockstep.blocks_launched:
+        if request is not _WAIT_FOR_ALL:
             self._make_ready(request, index, last=index == self._num_passes - 1)
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_zo.backends.zo.capture_state import CaptureState
+from ds_zo.backends.zo.cuda_graphs import CaptureState
 
 
 class Inner(nn.Module):

@@ -1,4 +1,4 @@
-"""Blocks replayed as CUDA graphs, one graph a block, give the same results as blocks launched kernel by kernel."""
+"""Blocks replayed as CUDA graphs give the same results as blocks launched kernel by kernel."""
 
 from __future__ import annotations
 
@@ -17,20 +17,12 @@ from zoo import CASES, seeded
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
 
 
-def one_by_one(engine: Any) -> Any:
-    """The engine's graphs, with a graph for each block. `test_block_chain.py` has one graph for all blocks."""
-    graphs = engine.backend._graphs
-    if graphs is not None:
-        graphs.chains.enabled = False
-    return graphs
-
-
 def run(make: Any, batch: Any, *, graphs: bool, dtype: str | None = None, num_steps: int = 8) -> tuple[Weights, int]:
     config = zo_config(lr=1e-4, offload=False, dtype=dtype, section={"cuda_graphs": graphs})
     with zo_engine(make(), config) as engine:
-        recorder = one_by_one(engine)
         for step in range(num_steps):
             one_step(engine, batch(step % 3))
+        recorder = engine.backend._graphs
         num_recorded = 0 if recorder is None else sum(r is not None for r in recorder._recordings.values())
         return masters_of(engine), num_recorded
 
@@ -52,7 +44,7 @@ def test_blocks_are_recorded_again_after_every_recording_was_dropped() -> None:
     case = CASES["opt"]
     expected, _ = run(case.make, case.batch, graphs=False)
     with zo_engine(case.make(), zo_config(lr=1e-4, offload=False)) as engine:
-        recordings = one_by_one(engine)._recordings
+        recordings = engine.backend._graphs._recordings
         for step in range(8):
             if step in (3, 6):
                 assert any(recordings.values())
@@ -181,7 +173,6 @@ def test_a_table_that_grows_is_not_read_where_the_shorter_one_was() -> None:
 def test_hooks_inside_blocks_are_called_though_there_are_recordings() -> None:
     seen: list[int] = []
     with zo_engine(seeded(lambda: Stack(Plain)), zo_config(lr=1e-4, offload=False)) as engine:
-        one_by_one(engine)
         for step in range(4):
             one_step(engine, stack_batch(step))
         assert any(engine.backend._graphs._recordings.values())
@@ -209,7 +200,6 @@ def test_training_goes_on_after_ctrl_c_inside_a_recording() -> None:
     expected, _ = run(lambda: seeded(lambda: Stack(Plain)), stack_batch, graphs=False)
     Interrupted.was_interrupted = False
     with zo_engine(seeded(lambda: Stack(Interrupted)), zo_config(lr=1e-4, offload=False)) as engine:
-        one_by_one(engine)
         for step in range(8):
             try:
                 one_step(engine, stack_batch(step % 3))
