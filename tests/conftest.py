@@ -62,11 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher shows its ranks the devices again
         if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-            from warm_interpreter import WarmInterpreter
+            from warm_interpreter import ADDRESS, WarmInterpreter
 
             interpreter = WarmInterpreter(python_path(REPO))  # for all processes of xdist
             interpreter.start()
             config.add_cleanup(interpreter.close)
+            python = Path(os.environ[ADDRESS]).with_name("python")  # they are forks of it, and import no library again
+            config.option.tx = [tx.replace("popen", f"popen//python={python}") for tx in config.option.tx]
     config.option.loadscopereorder = False  # xdist would begin with the files of most tests
 
 

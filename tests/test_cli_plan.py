@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
+from warm_interpreter import WarmInterpreter
 
 from ds_zo.bench import machine
 from ds_zo.bench.machine_rates import noise_rate
@@ -98,14 +99,18 @@ def test_plan_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_report_names_remedies_and_feeds_the_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    warm_interpreter: WarmInterpreter,
 ) -> None:
+    """In a process of its own, whose output is that of the command alone."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # nothing is built there, and nothing will be
     monkeypatch.setenv("OMP_NUM_THREADS", "1,1")  # one number a level of nesting
-    command = [sys.executable, "-m", "ds_zo.cli", "report", "--json", "--layers", "random:llama-tiny", "--seq", "16"]
-    command += ["--model", "random:llama-tiny"]
+    command = [warm_interpreter.python(), "-m", "ds_zo.cli", "report", "--json", "--layers", "random:llama-tiny"]
+    command += ["--seq", "16", "--model", "random:llama-tiny"]
     written = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPO).stdout
-    found = json.loads(written)  # in a process of its own: what DeepSpeed logs as it is imported goes elsewhere
+    found = json.loads(written)
     checks = {check["name"]: check for check in found["checks"]}
     assert {"GPU", "Triton", "locked memory", "host memory", "huge pages", "cores", "CPU Adam"} <= checks.keys()
     assert {"system", "container", "swap", "/dev/shm", "checkpoint disk", "TMPDIR", "CPU", "deepspeed"} <= checks.keys()

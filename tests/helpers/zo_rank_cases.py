@@ -207,13 +207,14 @@ def filled(rank: int) -> dict[str, Any]:
 
 
 def directions(rank: int) -> dict[str, Any]:
-    """Four directions on the ranks of this job, divided in every way."""
+    """Four directions on one rank, and divided among the ranks of this job in every way. Several directions on each of
+    two ranks are a case of `STORAGES`."""
     num_ranks = dist.get_world_size()
     found = {}
-    for divided in (1, 2, 4):
+    for divided in (2, 4) if num_ranks > 1 else (1,):
         if num_ranks % divided == 0:
             params = {"num_directions": 4, "direction_parallel": divided}
-            for stage in (0, 3) if divided == num_ranks else (0,):
+            for stage in (0, 3) if divided == num_ranks > 1 else (0,):
                 made = trained(json_for(stage=stage, params=params), rank, groups=num_ranks // divided)
                 found[f"{divided} at stage {stage}"] = result(made)
     return found

@@ -119,7 +119,8 @@ def test_bf16_weights_do_not_depend_on_slots_or_residency(master: str, interval:
             return parameters_of(engine), masters_of(engine)
 
     expected = low_run({}, offload=False)
-    for stream in LOW if interval == 3 else LOW[::2]:  # every visit folds at 1, whatever the slots
+    # Every visit folds at 1, whatever the slots; a master of its own changes what is stored, not when.
+    for stream in LOW if (master, interval) == ("split", 3) else LOW[2::4]:
         found = low_run(stream)
         for ours, theirs in zip(found, expected, strict=True):
             assert_same_weights(ours, theirs)
