@@ -18,7 +18,6 @@ have no cap. Cases of bitsandbytes are skipped where that is missing.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import math
@@ -34,7 +33,7 @@ from torch import nn
 from benchmarks import presets
 from benchmarks.training_case import TrainingCase
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
-from ds_zo.bench.runner import WARM, Case, prepare_to_fork
+from ds_zo.bench.runner import WARM, Case
 from ds_zo.bench.shapes import materialise
 from ds_zo.ops import PIECE_NUMEL, nf4
 from ds_zo.planner import plan
@@ -401,16 +400,7 @@ def _adapt(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor, *,
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    presets.add_run_arguments(parser)
-    args = parser.parse_args(argv)
-    if argv is None and not args.list:
-        prepare_to_fork()
-    cases = presets.chosen(cases_of(device=args.device, tiny=args.tiny), args)
-    if args.list:
-        print(presets.listed(cases))
-        return
-    presets.run_chosen(cases, args, warm=_WARM, on_row=_show)
+    presets.run_rows(argv, description=__doc__, cases_of=cases_of, warm=_WARM, on_row=_show)
 
 
 def _show(row: Row) -> None:

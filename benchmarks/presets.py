@@ -63,6 +63,31 @@ def main(
     print(markdown(run_chosen(cases, args, warm=warm)))
 
 
+def run_rows(
+    arguments: Sequence[str] | None,
+    *,
+    description: str | None,
+    cases_of: Callable[..., list[Case]],
+    warm: Sequence[str],
+    on_row: Callable[[Row], None],
+    before: Callable[[Sequence[Case], str], None] | None = None,
+) -> None:
+    """Runs the command line of a benchmark without presets. `on_row` shows a row. `before` takes the chosen cases and
+    the device, and is called before anything is timed."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_run_arguments(parser)
+    args = parser.parse_args(arguments)
+    if arguments is None and not args.list:
+        prepare_to_fork()
+    cases = chosen(cases_of(device=args.device, tiny=args.tiny), args)
+    if args.list:
+        print(listed(cases))
+        return
+    if before is not None:
+        before(cases, args.device)
+    run_chosen(cases, args, warm=warm, on_row=on_row)
+
+
 def add_run_arguments(run: argparse.ArgumentParser) -> None:
     """Adds the arguments of every command that runs cases; `chosen` and `run_chosen` read them."""
     run.add_argument("--out", type=Path, help="rows are appended here as they come; without it they are only shown")

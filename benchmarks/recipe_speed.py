@@ -10,7 +10,6 @@ shows the rows.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import nn
 from benchmarks import presets
 from benchmarks.recipes import RECIPES, Recipe
 from ds_zo.bench.builds import Builds
-from ds_zo.bench.runner import WARM, Case, prepare_to_fork
+from ds_zo.bench.runner import WARM, Case
 from ds_zo.records.rows import Row
 
 CONTENDERS = {"zero-offload": "zero2-offload", "zero-3": "zero3-offload-param"}
@@ -128,18 +127,12 @@ def _with_lora(model: nn.Module, *, rank: int) -> nn.Module:
     return get_peft_model(base, lora)
 
 
+def _build(cases: Sequence[Case], device: str) -> None:
+    Builds(wanted=device == "cuda" and any(case.env for case in cases)).wait()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    presets.add_run_arguments(parser)
-    args = parser.parse_args(argv)
-    if argv is None and not args.list:
-        prepare_to_fork()
-    cases = presets.chosen(cases_of(device=args.device, tiny=args.tiny), args)
-    if args.list:
-        print(presets.listed(cases))
-        return
-    Builds(wanted=args.device == "cuda" and any(case.env for case in cases)).wait()  # before anything is timed
-    presets.run_chosen(cases, args, warm=_WARM, on_row=_show)
+    presets.run_rows(argv, description=__doc__, cases_of=cases_of, warm=_WARM, on_row=_show, before=_build)
 
 
 def _show(row: Row) -> None:

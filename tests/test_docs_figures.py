@@ -184,3 +184,16 @@ def test_words_beside_the_tables_fit_the_rows() -> None:
     assert abs(loss["bf12"]) < 0.01 and abs(loss["bf16"]) < 0.01 and loss["fp8"] > 0.5
     share = {name: float(row[3].rstrip("%")) for name, row in cells("stream-link").items() if row[3].endswith("%")}
     assert share.pop("OPT-6.7B, bf16, four sequences") < 70 and min(share.values()) > 90
+
+
+WITHOUT_ROWS = {"stock-7b", "lean", "paper-lsp-5", "paper-lsp-6"}
+"""Blocks that link to no file of rows. `stock-7b` repeats the head to head; the others wait for their rows."""
+
+
+def test_every_block_names_its_rows_and_their_command() -> None:
+    index = (DOCS.parent / "benchmarks" / "results" / "README.md").read_text(encoding="utf-8")
+    for name in [*NAMES, "choose"]:
+        for found in pages.MARKED.finditer(read(name)):
+            files = re.findall(r"benchmarks/results/([\w.-]+)", found[0])
+            assert files or found[2] in WITHOUT_ROWS or not found[0].split("-->")[1].startswith("\n\n"), found[2]
+            assert [file for file in files if file not in index] == [], "the index has the command"

@@ -51,7 +51,7 @@ assert "transformers" not in sys.modules, "a model of plain torch does not wait 
 LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
     "deepspeed": lambda port: [
         *("deepspeed.launcher.runner", "--num_gpus", "2"),
-        *("--master_port", str(port), "--no_local_rank"),
+        *("--master_port", str(port), "--no_local_rank", "--no_python"),
     ],
     "torchrun": lambda port: [
         *("torch.distributed.run", "--nproc_per_node", "2"),
@@ -64,21 +64,20 @@ LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launcher(launcher: str, tmp_path: Path, free_port: int, warm_interpreter: WarmInterpreter) -> None:
-    """DeepSpeed's launcher and its ranks are fresh interpreters, which import the libraries for most of that run.
-    torchrun and its ranks are forks of a process that has them."""
+    """The launchers are forks of a process that has the libraries, and so are the ranks of torchrun. DeepSpeed's ranks
+    are fresh interpreters of an environment with `ds_zo_autoload.pth`."""
     script = tmp_path / "train.py"
     set_by_launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in set_by_launchers}
     env["PYTHONPATH"] = python_path(REPO)
-    arguments = str(HELPERS), str(tmp_path)
+    command = [warm_interpreter.python(), "-m", *LAUNCHERS[launcher](free_port)]
     if launcher == "deepspeed":
-        python = str(make_environment(tmp_path / "environment"))
+        command.append(str(make_environment(tmp_path / "environment")))
         env["DS_ZO_AUTOLOAD"] = "1"
         script.write_text(SCRIPT + FRESH)
     else:
-        python = warm_interpreter.python()
         script.write_text(SCRIPT)
-    command = [python, "-m", *LAUNCHERS[launcher](free_port), str(script), *arguments]
+    command += [str(script), str(HELPERS), str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

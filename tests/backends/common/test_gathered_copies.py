@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import deepspeed
@@ -41,6 +41,12 @@ def started(kind: str, make: Callable[[], nn.Module] = plain) -> Any:
     engine = start(RUNS[kind], make().train())
     train(engine, batches("llama", 2))
     return engine
+
+
+@pytest.fixture(scope="module")
+def running() -> Callable[..., Any]:
+    """The engine of a kind and a model, for tests that take it as it is."""
+    return cache(started)
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
@@ -181,9 +187,11 @@ BETWEEN: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any], object]]]
 
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("kind", RUNS)
-def test_a_copy_is_shown_until_the_end_whatever_comes_between(kind: str, between: str) -> None:
+def test_a_copy_is_shown_until_the_end_whatever_comes_between(
+    kind: str, between: str, running: Callable[..., Any]
+) -> None:
     make, name, happens = BETWEEN[between]
-    engine = started(kind, make)
+    engine = running(kind, make)
     before = state_of(engine)[name]
     changed = engine.module.get_parameter(name)
     with deepspeed.zero.GatheredParameters([changed]):
