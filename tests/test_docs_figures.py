@@ -40,7 +40,7 @@ def read(name: str) -> str:
     return (DOCS / f"{name}.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("name", [*NAMES, "choose"])
+@pytest.mark.parametrize("name", [*NAMES, "choose", "adapters"])
 def test_the_figures_of_a_page_are_those_of_the_rows(name: str) -> None:
     text = read(name)
     assert pages.MARKED.search(text)
@@ -54,7 +54,7 @@ def test_a_page_has_no_measured_figure_outside_its_blocks(name: str) -> None:
 
 
 def test_every_block_is_on_a_page_and_a_changed_row_changes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    used = {found[1] for name in [*NAMES, "choose"] for found in pages.MARKED.findall(read(name))}
+    used = {found[1] for name in [*NAMES, "choose", "adapters"] for found in pages.MARKED.findall(read(name))}
     assert used == set(pages.BLOCKS)
     text = read("records")
     row = max((r for r in pages.rows_in(pages.LOMO) if r.get("cap_gb") == 24), key=lambda r: r["parameters"])
@@ -192,7 +192,7 @@ WITHOUT_ROWS = {"stock-7b", "lean", "paper-lsp-5", "paper-lsp-6"}
 
 def test_every_block_names_its_rows_and_their_command() -> None:
     index = (DOCS.parent / "benchmarks" / "results" / "README.md").read_text(encoding="utf-8")
-    for name in [*NAMES, "choose"]:
+    for name in [*NAMES, "choose", "adapters"]:
         for found in pages.MARKED.finditer(read(name)):
             files = re.findall(r"benchmarks/results/([\w.-]+)", found[0])
             assert files or found[2] in WITHOUT_ROWS or not found[0].split("-->")[1].startswith("\n\n"), found[2]
