@@ -231,9 +231,14 @@ def _ageing(entrant: Contender, config: Row, engine: Any) -> Callable[[], int] |
     if entrant.backend == "zo":
         return partial(_written_back_after, engine)
     if entrant.backend == "lsp":
-        num_batches = engine.backend.settings.calibration_batches + 1
-        return lambda: -(-num_batches // config["gradient_accumulation_steps"]) + 1
+        return partial(_fitted_after, engine, config["gradient_accumulation_steps"])
     return (lambda: _FIRST_ONES) if "offload_optimizer" in config["zero_optimization"] else None
+
+
+def _fitted_after(engine: Any, accumulation: int) -> int:
+    if not engine.backend.num_projected:
+        return _FIRST_ONES
+    return -(-(engine.backend.settings.calibration_batches + 1) // accumulation) + 1
 
 
 def _written_back_after(engine: Any) -> int:
