@@ -61,15 +61,10 @@ class FrozenBlockStore(RecomputedBlockStore):
             HostInputs(device, pin=config.pin_memory) if config.section.stream.offload_activations else None
         )
 
-    @staticmethod
-    def is_encoded(unit: Unit) -> bool:
-        """Whether some weights of the unit are stored in another format than their dtype."""
-        return any(not part.viewable for part in unit.parts)
-
     @contextmanager
     def materialise(self, unit: Unit) -> Iterator[MaterialisedBlock]:
         with super().materialise(unit) as materialised:
-            if unit.streamed or not self.is_encoded(unit):
+            if unit.streamed or unit.viewable:
                 yield materialised
                 return
             with torch.inference_mode(False), torch.no_grad():
@@ -81,7 +76,7 @@ class FrozenBlockStore(RecomputedBlockStore):
 
     def _views_in(self, unit: Unit, slot: Slot) -> list[torch.Tensor]:
         """Decodes the unit's weights from the slot."""
-        return self._decoded(unit, slot.buffer) if self.is_encoded(unit) else super()._views_in(unit, slot)
+        return super()._views_in(unit, slot) if unit.viewable else self._decoded(unit, slot.buffer)
 
     def _decoded(self, unit: Unit, buffer: torch.Tensor) -> list[torch.Tensor]:
         planes, outs = unit.planes(buffer), unit.outs(self._scratch)
@@ -128,7 +123,7 @@ class FrozenModuleState(RecomputedModuleState):
         super().__init__(block_store, module)
 
     def _is_read_whole(self, unit: Unit) -> bool:
-        return FrozenBlockStore.is_encoded(unit)
+        return not unit.viewable
 
     def _copy_whole(self, unit: Unit) -> dict[int, torch.Tensor]:
         _check_host_memory(unit)
@@ -162,7 +157,7 @@ class FrozenModuleState(RecomputedModuleState):
         """Leaves encoded weights in the module, which outlives the engine: decoded, or unread if the model's files
         provide them."""
         for unit in self._block_store.placement.blocks:
-            if not FrozenBlockStore.is_encoded(unit):
+            if unit.viewable:
                 continue
             unread = {id(p.parameter) for p in unit.placed if has_source(self._module, p.parameter)}
             values = [p.parameter if id(p.parameter) in unread else self.read(p.parameter) for p in unit.placed]

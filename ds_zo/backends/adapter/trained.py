@@ -77,7 +77,7 @@ class AdapterParameters:
         """Replaces gradients by their mean over the ranks. A gradient that some ranks lack counts as zero there. One
         that all ranks lack stays None."""
         group = self._process_group
-        if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        if not self._trained or not dist.is_initialized() or dist.get_world_size(group) == 1:
             return
         masters = [t.master for t in self._trained]
         device = masters[0].device

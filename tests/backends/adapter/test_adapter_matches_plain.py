@@ -23,6 +23,7 @@ from adapter_runs import (
 from decoded_values import with_decoded_base
 
 from ds_zo import ConfigError
+from ds_zo.backends.adapter.trained import AdapterParameters
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -167,3 +168,10 @@ def test_the_base_is_the_reference_of_dpo_and_a_frozen_adapter_is_exact() -> Non
     engine.eval()
     with torch.no_grad(), plain.disable_adapter():
         assert not torch.equal(engine(**batch).logits, plain(**batch).logits)
+
+
+def test_ranks_that_train_nothing_average_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    model = torch.nn.Linear(2, 2)
+    AdapterParameters(model, torch.optim.SGD(model.parameters(), lr=0.1), chosen=()).average_gradients()
