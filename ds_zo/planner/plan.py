@@ -34,6 +34,8 @@ _NARROWER: tuple[dict[str, str], ...] = (
     {"frozen_dtype": "nf4"},
 )
 """Stored forms that are suggested where the asked one does not fit, with the fewest bits last."""
+DOES_NOT_FIT = "does not fit"
+"""How the note of such a suggestion begins."""
 _NO_FP16 = "it does not scale losses, which fp16 needs: plan it in bf16 (--dtype)"
 
 
@@ -63,7 +65,7 @@ def _own(entry: BackendEntry, model: Model, limits: Limits, options: Options) ->
         if other.fits:
             adapters = " and LoRA adapters" if "frozen_dtype" in form else ""
             note = (
-                f"does not fit; with {json.dumps(form)} in ds_zo.stream{adapters} it would: "
+                f"{DOES_NOT_FIT}; with {json.dumps(form)} in ds_zo.stream{adapters} it would: "
                 f"{other.device_peak_nbytes / 1e9:.1f} GB on the GPU, {other.host_peak_nbytes / 1e9:.1f} GB on the host"
             )
             return replace(found, notes=(*found.notes, note))

@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping, Sequence
 
 from ds_zo.planner.estimate import Estimate
-from ds_zo.planner.plan import Plan
+from ds_zo.planner.plan import DOES_NOT_FIT, Plan
 
 
 def render(plan: Plan, *, details: bool = False) -> str:
-    """The table of all estimates. With `details`, or for a single estimate, its bytes by part and its JSON follow."""
+    """The table of all estimates, and the notes of those that do not fit. With `details`, or for a single estimate, its
+    bytes by part and its JSON follow."""
     limits = plan.limits
     lines = [
         f"{plan.model} ({plan.architecture}): {plan.num_parameters:,} parameters in {plan.num_blocks} blocks; "
@@ -26,6 +27,8 @@ def render(plan: Plan, *, details: bool = False) -> str:
     if details or len(plan.estimates) == 1:
         for estimate in plan.estimates:
             lines += ["", *_details(estimate)]
+    else:
+        lines += [f"{e.contender} {note}" for e in plan.estimates for note in e.notes if note.startswith(DOES_NOT_FIT)]
     return "\n".join(lines)
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -158,7 +158,7 @@ def check_frozen_dtype(module: nn.Module, used: str) -> None:
     asked = frozen_dtype_of(module)
     if asked not in (None, used):
         remedy = (
-            'train by ZO with zero_optimization.offload_param.device "cpu"'
+            'train by ZO or the backend adapter, with zero_optimization.offload_param.device "cpu"'
             if used == "auto"
             else "write the same twice"
         )
@@ -195,13 +195,18 @@ class SafetensorsSource:
         self.folder = folder
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
-        if index.exists():
-            self._file_of = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        elif single.exists():
-            with safe_open(single, framework="pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), single)
-        else:
-            raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+        try:
+            if index.exists():
+                weight_map = json.loads(index.read_text())["weight_map"]
+                self._file_of = {name: folder / file for name, file in weight_map.items()}
+            elif single.exists():
+                with safe_open(single, framework="pt") as file:
+                    self._file_of = dict.fromkeys(file.keys(), single)
+            else:
+                raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+        except (SafetensorError, ValueError, KeyError) as error:
+            path = index if index.exists() else single
+            raise ValueError(f"{path} is damaged or cut off ({error}): download or save the model again") from error
 
     def names(self) -> set[str]:
         return set(self._file_of)
@@ -263,44 +268,53 @@ def load_pretrained(
     from accelerate import init_empty_weights
     from transformers import AutoConfig, GenerationConfig
 
+    if frozen_dtype not in (None, *get_args(FrozenDtype)):
+        words = ", ".join(get_args(FrozenDtype))
+        raise ValueError(f"frozen_dtype must be one of {words}, got {frozen_dtype!r} (ds_zo.load_pretrained)")
     folder = Path(name_or_path)
-    if folder.is_dir() and not kwargs:
+    source, found = None, "no folder"
+    if kwargs:
+        found = f"further arguments ({', '.join(kwargs)})"
+    elif folder.is_dir():
         try:
             source = SafetensorsSource(folder)
         except FileNotFoundError:
-            source = None
-        if source is not None:
-            config = AutoConfig.from_pretrained(name_or_path)
-            if _is_in_four_bits(config):
-                del config.quantization_config  # else transformers would take the saved adapters' base for quantised
-            make = getattr(auto_class, "from_config", None) or auto_class._from_config
-            with init_empty_weights(include_buffers=False):
-                model: nn.Module = make(config, dtype=dtype or dtype_without_request(config) or torch.float32)
-            model.tie_weights()  # type: ignore[operator]
-            has_all = {name for name, _ in model.named_parameters()} <= source.weight_names()
-            if has_all and getattr(config, "quantization_config", None) is None:
-                model.eval()
-                for name, buffer in model.named_buffers():
-                    if name in source.names():
-                        buffer.copy_(source(name))
-                if (folder / "generation_config.json").exists():
-                    model.generation_config = GenerationConfig.from_pretrained(name_or_path)  # type: ignore[assignment]
-                attach_source(model, source)
-                object.__setattr__(model, _FROZEN_DTYPE, frozen_dtype)
-                return model
+            found = "a folder without safetensors"
+    if source is not None:
+        config = AutoConfig.from_pretrained(name_or_path)
+        quantisation = _quantisation(config)
+        is_foreign = quantisation not in (None, "nf4", "mxfp4")
+        if quantisation is not None and not is_foreign:
+            del config.quantization_config  # else transformers would take the saved adapters' base for quantised
+        make = getattr(auto_class, "from_config", None) or auto_class._from_config
+        with init_empty_weights(include_buffers=False):
+            model: nn.Module = make(config, dtype=dtype or dtype_without_request(config) or torch.float32)
+        model.tie_weights()  # type: ignore[operator]
+        absent = sorted({name for name, _ in model.named_parameters()} - source.weight_names())
+        if not absent and not is_foreign:
+            model.eval()
+            for name, buffer in model.named_buffers():
+                if name in source.names():
+                    buffer.copy_(source(name))
+            if (folder / "generation_config.json").exists():
+                model.generation_config = GenerationConfig.from_pretrained(name_or_path)  # type: ignore[assignment]
+            attach_source(model, source)
+            object.__setattr__(model, _FROZEN_DTYPE, frozen_dtype)
+            return model
+        found = f"weights quantised as {quantisation}" if is_foreign else f"a folder without {absent[0]}"
     if frozen_dtype is not None:
         raise ValueError(
-            "load_pretrained with frozen_dtype reads a folder of safetensors with the model's own parameter names, "
-            f"got {name_or_path}: pass such a folder and no further arguments, or set ds_zo.stream.frozen_dtype in the "
-            "JSON instead"
+            "load_pretrained with frozen_dtype reads a folder of safetensors with the model's own parameter names, in "
+            f"16 or 32 bits, or in NF4 or MXFP4, got {found} ({name_or_path}): pass such a folder alone, as "
+            "huggingface_hub.snapshot_download makes one, or set ds_zo.stream.frozen_dtype in the JSON instead"
         )
     loaded: nn.Module = auto_class.from_pretrained(name_or_path, dtype=dtype, **kwargs)
     return loaded
 
 
-def _is_in_four_bits(config: Any) -> bool:
-    """Whether a checkpoint's config says that its weights are in NF4 of bitsandbytes or in MXFP4."""
+def _quantisation(config: Any) -> str | None:
+    """The format in which a checkpoint's config says that its weights are quantised; None if it says nothing."""
     settings = getattr(config, "quantization_config", None) or {}
     settings = settings if isinstance(settings, dict) else settings.to_dict()
-    is_nf4 = bool(settings.get("load_in_4bit")) and settings.get("bnb_4bit_quant_type") == "nf4"
-    return is_nf4 or settings.get("quant_method") == "mxfp4"
+    in_bits = settings.get("bnb_4bit_quant_type") if settings.get("load_in_4bit") else None
+    return in_bits or settings.get("quant_method")

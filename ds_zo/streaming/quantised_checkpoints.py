@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from ds_zo.ops import MXFP4, NF4, mxfp4
-from ds_zo.ops.nf4 import GROUP_NUMEL, Quantised, expand_absmax
+from ds_zo.ops.nf4 import CODE, GROUP_NUMEL, Quantised, expand_absmax
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _FOREIGN_STATE = ".quant_state.bitsandbytes__fp4"
 _BLOCKS, _SCALES = "_blocks", "_scales"
 """Suffixes of the two tensors of a weight in MXFP4."""
+_DAMAGED = "the checkpoint is damaged, so download or save it again"
 
 
 def shipped_wire(names: Collection[str], name: str) -> torch.dtype | None:
@@ -54,25 +55,43 @@ def _read_mxfp4(read: Callable[[str], torch.Tensor], name: str) -> Quantised:
 
 
 def _read_nf4(read: Callable[[str], torch.Tensor], name: str) -> Quantised:
-    state = _state(read, name)
-    shape = tuple(state["shape"])
-    packed = read(name).reshape(-1).view(torch.uint8)
-    absmax = read(f"{name}.absmax").reshape(-1)
-    if "nested_offset" in state:
-        absmax = expand_absmax(
-            absmax,
-            absmax=read(f"{name}.nested_absmax"),
-            code_book=read(f"{name}.nested_quant_map"),
-            offset=state["nested_offset"],
-            group_numel=state["nested_blocksize"],
+    try:
+        state = _state(read, name)
+        shape = tuple(state["shape"])
+        packed = read(name).reshape(-1).view(torch.uint8)
+        absmax = _absmax(read, name, state)
+        code_book = read(f"{name}.quant_map")
+    except KeyError as error:
+        raise ValueError(f"{error.args[0]} must be among the parts of NF4 weight {name}: {_DAMAGED}") from None
+    if not torch.equal(code_book.float().cpu(), torch.tensor(CODE)):
+        raise ValueError(
+            f"{name}.quant_map must be the code book of NF4, got {code_book.tolist()[:3]} and more: quantise the model "
+            "again with bnb_4bit_quant_type nf4"
         )
     num_bytes, num_scales = -(-math.prod(shape) // 2), -(-math.prod(shape) // GROUP_NUMEL)
     if (packed.numel(), absmax.numel()) != (num_bytes, num_scales):
         raise ValueError(
             f"{name} has {packed.numel()} packed bytes and {absmax.numel()} scales, but its shape {list(shape)} needs "
-            f"{num_bytes} and {num_scales}: the checkpoint is damaged, so download or save it again"
+            f"{num_bytes} and {num_scales}: {_DAMAGED}"
         )
     return Quantised(packed, absmax.float(), shape)
+
+
+def _absmax(read: Callable[[str], torch.Tensor], name: str, state: Mapping[str, Any]) -> torch.Tensor:
+    """The scales of the weight's groups, which double quantisation has in 8 bits."""
+    absmax = read(f"{name}.absmax").reshape(-1)
+    if "nested_offset" not in state:
+        return absmax
+    nested, group_numel = read(f"{name}.nested_absmax"), state["nested_blocksize"]
+    if nested.numel() != -(-absmax.numel() // group_numel):
+        raise ValueError(
+            f"{name}.nested_absmax must have a scale for each {group_numel} of {absmax.numel()} scales, got "
+            f"{nested.numel()}: {_DAMAGED}"
+        )
+    code_book = read(f"{name}.nested_quant_map")
+    return expand_absmax(
+        absmax, absmax=nested, code_book=code_book, offset=state["nested_offset"], group_numel=group_numel
+    )
 
 
 def _state(read: Callable[[str], torch.Tensor], name: str) -> Mapping[str, Any]:
@@ -81,9 +100,7 @@ def _state(read: Callable[[str], torch.Tensor], name: str) -> Mapping[str, Any]:
     try:
         state: dict[str, Any] = json.loads(raw)
     except ValueError:
-        raise ValueError(
-            f"{name}{_STATE} is not JSON, got {raw[:40]!r}: the checkpoint is damaged, so download or save it again"
-        ) from None
+        raise ValueError(f"{name}{_STATE} must be JSON, got {raw[:40]!r}: {_DAMAGED}") from None
     if state["blocksize"] != GROUP_NUMEL:
         raise ValueError(
             f"NF4 weights must have groups of {GROUP_NUMEL}, got {state['blocksize']}: quantise the model again with "

@@ -46,14 +46,25 @@ def test_bits_are_those_that_bitsandbytes_wrote() -> None:
     [
         ("weight", lambda t: t[:-1], "weight has 255 packed bytes .* needs 256"),
         ("weight.absmax", lambda t: t[:-1], "7 scales"),
-        ("weight.quant_state.bitsandbytes__nf4", lambda t: t[:-1], "quant_state.* is not JSON"),
+        ("weight.quant_state.bitsandbytes__nf4", lambda t: t[:-1], "quant_state.* must be JSON"),
+        ("weight.quant_map", lambda t: 2 * t, r"quant_map must be the code book of NF4, got \[-2\.0, .*: quantise"),
+        (
+            "weight.absmax",
+            None,
+            r"weight.absmax must be among the parts of NF4 weight weight: the checkpoint is damaged",
+        ),
+        ("weight.nested_absmax", None, "nested_absmax must be among the parts"),
+        ("weight.nested_absmax", lambda t: t[:0], r"nested_absmax must have a scale for each 256 of 8 scales, got 0"),
     ],
 )
 def test_a_truncated_checkpoint_is_refused(
-    field: str, replaced: Callable[[torch.Tensor], torch.Tensor], line: str
+    field: str, replaced: Callable[[torch.Tensor], torch.Tensor] | None, line: str
 ) -> None:
-    of = {name.removeprefix("whole-float32-single."): value for name, value in load_file(VECTORS).items()}
-    of[field] = replaced(of[field])
+    """`replaced` None: the tensor is missing."""
+    of = {name.removeprefix("whole-float32-double."): value for name, value in load_file(VECTORS).items()}
+    value = of.pop(field)
+    if replaced is not None:
+        of[field] = replaced(value)
     with pytest.raises(ValueError, match=line):
         read_quantised(of.__getitem__, "weight")
 

@@ -99,6 +99,10 @@ def test_a_stored_form_that_fits_is_suggested() -> None:
     note = plan(model, offload=True, host_memory_gb=whole.host_peak_nbytes / 1e9, **arguments)["zo"].notes[-1]
     assert note.startswith('does not fit; with {"master": "wire"} in ds_zo.stream it would: '), "the widest that fits"
     assert not plan(model, offload=True, host_memory_gb=1.0, **arguments)["zo"].notes
+    both = plan(
+        model, offload=True, host_memory_gb=narrow.host_peak_nbytes / 1e9, **arguments | {"backends": ["zo", "lomo"]}
+    )
+    assert 'zo does not fit; with {"frozen_dtype": "nf4"} in' in render(both), "also beside other backends"
 
 
 def test_a_plan_of_mxfp4_takes_the_experts_for_it() -> None:

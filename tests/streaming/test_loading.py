@@ -367,8 +367,19 @@ def test_a_checkpoint_of_bitsandbytes(stream: dict[str, Any], tmp_path: Path) ->
 
 def test_what_cannot_be_loaded_in_four_bits_is_refused(tmp_path: Path) -> None:
     folder = save(tiny_model("llama").bfloat16(), tmp_path / "model")
-    with pytest.raises(ValueError, match=r"reads a folder of safetensors .*, got somewhere"):
-        load_pretrained(hf.AutoModelForCausalLM, "somewhere", frozen_dtype="nf4")
+    fp4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}
+    foreign, _ = bitsandbytes_folder(tmp_path / "fp4", settings=fp4)
+    (tmp_path / "empty").mkdir()
+    for name, further, found in (
+        ("somewhere", {}, r"no folder \(somewhere\): .*snapshot_download"),
+        (folder, {"revision": "main"}, r"further arguments \(revision\)"),
+        (str(tmp_path / "empty"), {}, "a folder without safetensors"),
+        (foreign, {}, "weights quantised as fp4"),
+    ):
+        with pytest.raises(ValueError, match=rf"reads a folder of safetensors .*, got {found}"):
+            load_pretrained(hf.AutoModelForCausalLM, name, frozen_dtype="nf4", **further)
+    with pytest.raises(ValueError, match=r"frozen_dtype must be one of auto, bf12, fp8, nf4, mxfp4, got 'int4'"):
+        load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="int4")  # type: ignore[arg-type]
     for method in ("LOMO", "ZO"):
         model = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="nf4"))
         config = zo_json(offload=method == "LOMO", bf16={"enabled": True})
@@ -436,6 +447,13 @@ def test_a_shard_that_is_cut_off_is_named(tmp_path: Path) -> None:
     model = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder))
     with pytest.raises(ValueError, match=rf"{shard.name} is damaged or cut off, so .* cannot be read"):
         engine_for(model, zo_json(**NF4))
+    (tmp_path / "model" / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ValueError, match=r"index.json is damaged or cut off .*: download or save the model again"):
+        load_pretrained(hf.AutoModelForCausalLM, folder)
+    single = Path(save(tiny_model("llama"), tmp_path / "single"), "model.safetensors")
+    single.write_bytes(single.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged or cut off .*: download or save the model"):
+        load_pretrained(hf.AutoModelForCausalLM, str(single.parent))
 
 
 def test_checkpoints_leave_the_base_out_and_know_it(tmp_path: Path) -> None:

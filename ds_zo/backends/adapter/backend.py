@@ -243,8 +243,8 @@ class AdapterBackend(RecomputedBackend):
 def _refuse_foreign_quantisation(module: nn.Module) -> None:
     """Raises for weights that bitsandbytes has quantised in memory, which it cannot use from another place."""
     for name, p in module.named_parameters():
-        if hasattr(p, "quant_state"):
+        if hasattr(p, "quant_state") or hasattr(p, "SCB"):  # in 4 or 8 bits
             raise ValueError(
                 f"weights must not be quantised when deepspeed.initialize runs, got {name} quantised by bitsandbytes: "
-                'load the model with ds_zo.load_pretrained(..., frozen_dtype="nf4")'
+                'load the model with ds_zo.load_pretrained(..., frozen_dtype="nf4"), or without quantization_config'
             )
