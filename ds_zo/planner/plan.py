@@ -26,12 +26,15 @@ from ds_zo.planner.stock import (
 
 _IN_BF16 = ("zero-offload-bf16", "zero-3-bf16", "zero-3-gpu-params-bf16")
 _BF16_ONLY = "its states are in bf16, as the weights must be: plan it in bf16 (--dtype)"
-_NARROWER: tuple[dict[str, str], ...] = (
+_NARROWER: tuple[dict[str, Any], ...] = (
     {"master": "wire"},
     {"wire_dtype": "bf12", "master": "wire"},
     {"wire_dtype": "fp8", "master": "wire"},
+    {"offload_activations": True},
+    {"frozen_dtype": "bf12"},
     {"frozen_dtype": "fp8"},
     {"frozen_dtype": "nf4"},
+    {"frozen_dtype": "nf4", "offload_activations": True},
 )
 """Stored forms that are suggested where the asked one does not fit, with the fewest bits last."""
 DOES_NOT_FIT = "does not fit"

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -26,6 +27,8 @@ _SOURCE = "_ds_zo_source"
 _NAMES = "_ds_zo_names"
 _FROZEN_DTYPE = "_ds_zo_frozen_dtype"
 _DORA = "peft.tuners.lora.dora"
+_RESIZING = ("_get_resized_embeddings", "_get_resized_lm_head", "_init_added_embeddings_weights_with_mean")
+"""Functions of transformers that copy an embedding's values to one of another size."""
 Source = Callable[[str], torch.Tensor]
 """Returns a parameter's value for its name."""
 
@@ -35,7 +38,8 @@ class UnreadParameter(nn.Parameter):
 
     It says that it is on the CPU: PEFT moves new adapters to the device of the layer that they adapt, and on the meta
     device they would lose their values. DoRA and prompt tuning make adapters from values that they read; the source
-    reads these, one parameter at a time. PiSSA and others also change the base weights, which is refused.
+    reads these, one parameter at a time. PiSSA, `resize_token_embeddings` and others also change the weights, which is
+    refused.
     """
 
     read: Callable[[], torch.Tensor] | None = None
@@ -47,28 +51,34 @@ class UnreadParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
             return torch.device("cpu")
-        caller = sys._getframe(1).f_globals.get("__name__", "")
+        frame = sys._getframe(1)
+        caller = frame.f_globals.get("__name__", "")
         is_read = func is nn.functional.embedding or (func is torch.Tensor.to and caller == _DORA)
         with torch._C.DisableTorchFunctionSubclass():
             if is_read:
                 args = [a.read().to(a.dtype) if isinstance(a, cls) and a.read is not None else a for a in args]
             try:
                 found = func(*args, **kwargs)
-            except NotImplementedError as error:
+            except RuntimeError as error:
+                if not isinstance(error, NotImplementedError) and "meta" not in str(error):
+                    raise
                 raise NotImplementedError(_refusal(func)) from error
         is_new = isinstance(found, torch.Tensor) and all(found is not a for a in args)
         is_value = is_new and getattr(func, "__name__", "") != "__get__"
         is_used = is_value or func in (torch.Tensor.to, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
-        if caller.startswith("peft.") and is_used and not is_read:
+        is_resized = caller.startswith("transformers.") and frame.f_code.co_name in _RESIZING
+        is_data = func == torch.Tensor.data.__get__  # type: ignore[attr-defined]
+        if (caller.startswith("peft.") and is_used and not is_read) or (is_resized and is_data):
             raise NotImplementedError(_refusal(func))
         return found
 
 
 def _refusal(func: Any) -> str:
     return (
-        "weights of ds_zo.load_pretrained are in memory only after deepspeed.initialize, and "
-        f"{getattr(func, '__name__', func)} uses them before: load the model with from_pretrained if adapters are made "
-        "from its weights (PiSSA, OLoRA, CorDA, LoftQ, MiCA)"
+        "weights of ds_zo.load_pretrained are in memory only between deepspeed.initialize and engine.destroy, got a "
+        f"call of {getattr(func, '__name__', func)} outside: load the model with from_pretrained if its embeddings are "
+        "resized or adapters are made from its weights (PiSSA, OLoRA, CorDA, LoftQ, MiCA), and merge adapters before "
+        "destroy or by ds-zo export"
     )
 
 
@@ -287,7 +297,7 @@ def load_pretrained(
         if quantisation is not None and not is_foreign:
             del config.quantization_config  # else transformers would take the saved adapters' base for quantised
         make = getattr(auto_class, "from_config", None) or auto_class._from_config
-        with init_empty_weights(include_buffers=False):
+        with _without_zero_init(), init_empty_weights(include_buffers=False):
             model: nn.Module = make(config, dtype=dtype or dtype_without_request(config) or torch.float32)
         model.tie_weights()  # type: ignore[operator]
         absent = sorted({name for name, _ in model.named_parameters()} - source.weight_names())
@@ -310,6 +320,20 @@ def load_pretrained(
         )
     loaded: nn.Module = auto_class.from_pretrained(name_or_path, dtype=dtype, **kwargs)
     return loaded
+
+
+@contextmanager
+def _without_zero_init() -> Iterator[None]:
+    """Keeps transformers from making a model under `zero.Init`, as it does once TrainingArguments have a JSON with
+    stage 3. A model without values has nothing to divide among ranks."""
+    from transformers.integrations import deepspeed
+
+    kept = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = kept
 
 
 def _quantisation(config: Any) -> str | None:

@@ -105,6 +105,18 @@ def test_a_stored_form_that_fits_is_suggested() -> None:
     assert 'zo does not fit; with {"frozen_dtype": "nf4"} in' in render(both), "also beside other backends"
 
 
+def test_inputs_on_the_host_and_lossless_bases_are_suggested_first() -> None:
+    arguments: dict[str, Any] = {"backends": ["adapter"], "batch": 64, "seq": 512, "offload": True}
+    model = planned("llama", dtype="bf16", batch=64, seq=512, num_hidden_layers=24)
+    less = plan(model, stream={"offload_activations": True}, **arguments)["adapter"]
+    enough = (less.device_peak_nbytes + MARGIN_NBYTES) / 1e9
+    note = plan(model, device_memory_gb=enough, **arguments)["adapter"].notes[-1]
+    assert note.startswith('does not fit; with {"offload_activations": true} in ds_zo.stream it would: ')
+    bf12 = plan(model, stream={"frozen_dtype": "bf12"}, **arguments)["adapter"]
+    note = plan(model, host_memory_gb=bf12.host_peak_nbytes / 1e9, **arguments)["adapter"].notes[-1]
+    assert note.startswith('does not fit; with {"frozen_dtype": "bf12"} in ds_zo.stream and LoRA adapters it would: ')
+
+
 def test_a_plan_of_mxfp4_takes_the_experts_for_it() -> None:
     arguments: dict[str, Any] = {"backends": ["zo"], "batch": 2, "seq": 16, "stream": {"frozen_dtype": "mxfp4"}}
     with pytest.raises(ValueError, match="which has no experts: take nf4"):

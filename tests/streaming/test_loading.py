@@ -16,6 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_batch, tiny_model
 from torch import nn
+from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from ds_zo.ops import mxfp4, nf4
 from ds_zo.streaming.loading import SafetensorsSource, load_pretrained
@@ -427,7 +428,7 @@ def test_adapters_that_change_the_base_are_refused(settings: dict[str, Any], tmp
     if settings["init_lora_weights"] == "loftq":
         pytest.importorskip("scipy")
     folder = save(tiny_model("llama"), tmp_path / "model")
-    with pytest.raises(NotImplementedError, match=r"uses them before: load the model with from_pretrained if adapters"):
+    with pytest.raises(NotImplementedError, match=r"got a call of .* outside: load the model with from_pretrained"):
         lora_over(load_pretrained(hf.AutoModelForCausalLM, folder), **settings)
 
 
@@ -438,6 +439,32 @@ def test_a_model_without_values_can_change_its_dtype(tmp_path: Path) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     with pytest.raises(NotImplementedError):
         model.to("cpu")
+
+
+def test_what_uses_weights_outside_an_engine_is_refused(tmp_path: Path) -> None:
+    """Also once an engine that has stored them is gone."""
+    folder = save(tiny_model("llama"), tmp_path / "model")
+    line = "in memory only between deepspeed.initialize and engine.destroy, got a call of .* outside: load the model"
+    for use in (
+        lambda model: model.resize_token_embeddings(80),
+        lambda model: model.resize_token_embeddings(80, mean_resizing=False),
+        lambda model: model(**tiny_batch("llama")),
+    ):
+        with pytest.raises(NotImplementedError, match=line):
+            use(load_pretrained(hf.AutoModelForCausalLM, folder))
+    model = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="nf4"))
+    engine_for(model, zo_json()).destroy()
+    with pytest.raises(NotImplementedError, match=line):
+        model.merge_and_unload()
+
+
+def test_training_arguments_with_stage_3_come_before_the_model(tmp_path: Path) -> None:
+    """transformers makes models under `zero.Init` from then on."""
+    folder = save(tiny_model("llama"), tmp_path / "model")
+    kept = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    model = load_pretrained(hf.AutoModelForCausalLM, folder)
+    assert is_deepspeed_zero3_enabled() and all(type(p).__name__ == "UnreadParameter" for p in model.parameters())
+    del kept
 
 
 def test_a_shard_that_is_cut_off_is_named(tmp_path: Path) -> None:

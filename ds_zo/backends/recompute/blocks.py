@@ -252,7 +252,8 @@ class RecomputedBlock:
         if self.unit.module.training:
             raise ValueError(
                 "a recomputed block takes no key-value cache in training, because it would fill the cache twice, got "
-                f"past_key_values in block {self.unit.name}: pass use_cache=False to the model"
+                f"past_key_values in block {self.unit.name}: pass use_cache=False to the model, or take prompt tuning "
+                "in place of prefix tuning"
             )
         return True
 

@@ -14,6 +14,7 @@ from adapter_runs import (
     assert_moved,
     assert_same,
     batches,
+    peft,
     run,
     run_plain,
     start,
@@ -21,6 +22,7 @@ from adapter_runs import (
     weights,
 )
 from decoded_values import with_decoded_base
+from tiny_models import tiny_model
 
 from ds_zo import ConfigError
 from ds_zo.backends.adapter.trained import AdapterParameters
@@ -150,6 +152,20 @@ def test_frozen_dtype_needs_a_frozen_base() -> None:
     model.requires_grad_(True)
     with pytest.raises(ConfigError, match="got nf4 and a model that trains all of them: freeze the base model"):
         start(model, adapter_json(frozen_dtype="nf4"))
+
+
+def test_prefix_tuning_and_weights_of_bitsandbytes_are_refused() -> None:
+    prefix = peft.PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    engine = start(peft.get_peft_model(tiny_model("llama"), prefix).train())
+    with pytest.raises(ValueError, match=r"takes no key-value cache in training, .* take prompt tuning in place"):
+        engine(**batches(1)[0])
+    for attribute in ("quant_state", "SCB"):  # as bitsandbytes marks weights in 4 and 8 bits
+        model = adapted()
+        setattr(next(p for n, p in model.named_parameters() if "k_proj" in n), attribute, None)
+        with pytest.raises(
+            ValueError, match=r"must not be quantised .*, got .*k_proj.* by bitsandbytes: load the model"
+        ):
+            start(model)
 
 
 def test_the_base_is_the_reference_of_dpo_and_a_frozen_adapter_is_exact() -> None:
