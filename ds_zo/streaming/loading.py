@@ -77,8 +77,8 @@ def _refusal(func: Any) -> str:
     return (
         "weights of ds_zo.load_pretrained are in memory only between deepspeed.initialize and engine.destroy, got a "
         f"call of {getattr(func, '__name__', func)} outside: load the model with from_pretrained if its embeddings are "
-        "resized or adapters are made from its weights (PiSSA, OLoRA, CorDA, LoftQ, MiCA), and merge adapters before "
-        "destroy or by ds-zo export"
+        "resized or adapters are made from its weights (PiSSA, OLoRA, CorDA, LoftQ, MiCA), and merge adapters by "
+        "ds-zo export --merge"
     )
 
 

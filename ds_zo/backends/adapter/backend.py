@@ -189,21 +189,30 @@ class AdapterBackend(RecomputedBackend):
     # Checkpoints and weights
 
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
-        """A snapshot without frozen parameters. It has the hash of the base, which a resumed run must have too."""
+        """A snapshot without frozen parameters. It has the hash of the base and the optimizer's class, which a resumed
+        run must have too."""
         found = super().snapshot(hold=hold, omit_frozen=True)
-        state = {**found.state(), "base": self._base_hash.description()}
+        state = {**found.state(), "base": self._base_hash.description(), "optimizer": type(self.optimizer).__name__}
         return Snapshot(found.pieces, lambda: state)
 
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
         with reading_content(saved.folder, "its state"):
             optimizer = saved.engine_state["common"]["optimizer"]
             there, here = groups_of(optimizer), groups_of(self.optimizer.state_dict())
-            self._base_hash.check(saved.backend_state["base"], folder=saved.folder)
+            base, kind = saved.backend_state["base"], type(self.optimizer).__name__
+            saved_kind = saved.backend_state.get("optimizer", kind)
         if resume and there != here:
             raise CheckpointError(
                 f"a resumed optimizer has the parameters of the saved one, {there} in its groups, got {here}: train "
                 "the same parameters, or call load_checkpoint(load_optimizer_states=False)"
             )
+        if resume and saved_kind != kind:
+            raise CheckpointError(
+                f"a resumed optimizer is of the class of the saved one, {saved_kind}, got {kind}: make the same, or "
+                "call load_checkpoint(load_optimizer_states=False)"
+            )
+        with reading_content(saved.folder, "its state"):
+            self._base_hash.check(base, folder=saved.folder)
         super().restore(saved, resume=resume, strict=strict)
         if resume:
             self.optimizer.load_state_dict(optimizer)

@@ -30,8 +30,10 @@ class BaseHash:
 
     def description(self) -> dict[str, str]:
         """The source of the base, the formats in which it is stored, and the hash of the stored bytes."""
-        names = {name for name, p in self._module.named_parameters() if not p.requires_grad}
-        key = (frozenset(names), 0 if self._base is None else self._base.state.num_writes)
+        frozen = {name: p for name, p in self._module.named_parameters() if not p.requires_grad}
+        names = set(frozen)
+        num_writes = sum(p._version for p in frozen.values()) if self._base is None else self._base.state.num_writes
+        key = (frozenset(names), num_writes)
         if self._found is None or self._found[0] != key:
             self._found = (key, self._describe(names))
         return self._found[1]

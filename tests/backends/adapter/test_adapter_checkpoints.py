@@ -75,12 +75,32 @@ def test_another_base_or_other_adapters_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"needs the base of its run .*, got another base .*: load the same"):
         start(other).load_checkpoint(str(tmp_path))
     wider = start(adapted("rslora"))
-    with pytest.raises((CheckpointError, ValueError)):
+    with pytest.raises(CheckpointError, match=r"lora_A.* has shape \(2, .* there and \(4, .* here"):
         wider.load_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"parameters of the saved one, \[18\] in its groups, got \[1\]: train"):
+        start(adapted("prompt")).load_checkpoint(str(tmp_path))
+    sgd = adapted()
+    optimizer = torch.optim.SGD([p for p in sgd.parameters() if p.requires_grad], lr=0.1)
+    with pytest.raises(CheckpointError, match=r"of the class of the saved one, AdamW, got SGD: make the same, or"):
+        start(sgd, optimizer=optimizer).load_checkpoint(str(tmp_path))
     fresh = start(adapted(seed=3))
     fresh.load_checkpoint(str(tmp_path), load_optimizer_states=False)
     assert all(torch.equal(value, expected[name]) for name, value in weights(fresh.module).items())
     assert not fresh.optimizer.state
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_base_that_was_written_after_a_save_has_another_hash(offload: bool, tmp_path: Path) -> None:
+    engine = start(adapted(), adapter_json(offload=offload))
+    engine.save_checkpoint(str(tmp_path), tag="before")
+    values = weights(engine.module)
+    name = next(name for name in values if "k_proj" in name)
+    engine.module.load_state_dict({**values, name: torch.ones_like(values[name])})
+    engine.save_checkpoint(str(tmp_path), tag="after")
+    fresh = start(adapted(), adapter_json(offload=offload))
+    fresh.load_checkpoint(str(tmp_path), tag="before")
+    with pytest.raises(CheckpointError, match="got another base"):
+        fresh.load_checkpoint(str(tmp_path), tag="after")
 
 
 def test_saved_models_have_the_decoded_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
