@@ -76,7 +76,8 @@ def weights_by_name(saved: Saved) -> Weights:
     """The weights of a checkpoint for a reader that asks for them by name. Asking for one computes its whole unit."""
     state = saved.backend_state
     if "units" not in state:
-        return Weights({name: saved.form(name) for name in sorted(saved.names())}, saved.tensor)
+        forms = {name: saved.form(name) for name in sorted(saved.names())}
+        return Weights(forms, saved.tensor, omitted=state.get("omitted", ()))
     unit_of = {p["name"]: unit for unit in state["units"] for part in unit["parts"] for p in part["params"]}
     made: dict[str, torch.Tensor] = {}
 
@@ -88,7 +89,8 @@ def weights_by_name(saved: Saved) -> Weights:
             made.update((placed.name, value) for placed, value in unit_values(saved, unit_of[name]))
         return made[name]
 
-    return Weights({spec.name: (spec.dtype, spec.shape) for spec in saved_weights(saved)[0]}, read)
+    forms = {spec.name: (spec.dtype, spec.shape) for spec in saved_weights(saved)[0]}
+    return Weights(forms, read, omitted=state["omitted"])
 
 
 def write_model_file(path: Path, stream: Stream, *, aliases: Mapping[str, str]) -> None:
@@ -232,7 +234,8 @@ def _verify(folder: Path, shards: Mapping[str, list[Spec]], digests: Mapping[str
 def export(saved: Saved, out: Path, *, shard_nbytes: int = SHARD_NBYTES) -> None:
     """Writes a checkpoint's weights and config as a folder for `from_pretrained`; `ds-zo export` calls it.
 
-    The adapters of a PEFT model are in a folder inside it, for `PeftModel.from_pretrained`.
+    The adapters of a PEFT model are in a folder inside it, for `PeftModel.from_pretrained`. They are alone there if the
+    checkpoint has no other weights.
     """
     extra = {name: text for name in ("config.json", "generation_config.json") if (text := saved.text(name)) is not None}
     stream = saved_weights(saved)
@@ -240,7 +243,8 @@ def export(saved: Saved, out: Path, *, shard_nbytes: int = SHARD_NBYTES) -> None
     apart: dict[str, str] = {}
     if adapters is not None:
         stream, apart = _unwrapped(stream, adapters)
-        extra[CONFIG_FILE] = adapters.config
+        has_model = any(spec.name not in apart for spec in stream[0])
+        extra = {**(extra if has_model else {}), CONFIG_FILE: adapters.config}
     write_model_folder(out, stream, extra=extra, apart=apart, shard_nbytes=shard_nbytes, progress=True)
 
 

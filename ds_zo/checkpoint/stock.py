@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,12 @@ from ds_zo.streaming.loading import SafetensorsSource
 class Weights(Mapping[str, torch.Tensor]):
     """A mapping of tensors by name, which reads each tensor when it is asked for."""
 
-    def __init__(self, forms: Mapping[str, Form], read: Callable[[str], torch.Tensor]) -> None:
+    def __init__(
+        self, forms: Mapping[str, Form], read: Callable[[str], torch.Tensor], *, omitted: Collection[str] = ()
+    ) -> None:
+        """`omitted`: names of frozen weights that a checkpoint has left out. A model keeps its own."""
         self.forms = forms
+        self.omitted = set(omitted)
         self._read = read
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -92,7 +96,7 @@ def check_weights(
     names = {
         name for name in here if name not in aliases and not any(a in weights for a, n in aliases.items() if n == name)
     }
-    missing, unknown = names - set(weights), set(weights) - set(here)
+    missing, unknown = names - set(weights) - weights.omitted, set(weights) - set(here)
     if not set(weights) & set(here) or (strict and (missing or unknown)):
         example = min(missing) if missing else min(unknown, default="")
         raise CheckpointError(

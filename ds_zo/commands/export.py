@@ -60,19 +60,23 @@ def run(args: argparse.Namespace) -> None:
 
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)  # first, so that a wrong name fails before the export
     shard_nbytes = int(args.shard_gb * 1e9)
+    saved = open_folder(folder)
     if args.merge:
         import torch
 
         from ds_zo.checkpoint.merge import export_merged
 
         dtype = getattr(torch, _DTYPES[args.dtype])
-        export_merged(open_folder(folder), args.out, base=args.base, dtype=dtype, shard_nbytes=shard_nbytes)
+        export_merged(saved, args.out, base=args.base, dtype=dtype, shard_nbytes=shard_nbytes)
     elif args.base is not None:
         raise ValueError(
             f"the base model is read where adapters are merged, got {args.base} alone: add --merge (--base)"
         )
     else:
-        export(open_folder(folder), args.out, shard_nbytes=shard_nbytes)
+        export(saved, args.out, shard_nbytes=shard_nbytes)
     if tokenizer is not None:
         tokenizer.save_pretrained(args.out)
-    print(f"{folder} -> {args.out}{'' if tokenizer else ' (without a tokenizer: --tokenizer NAME adds one)'}")
+    notes = [] if tokenizer else ["without a tokenizer: --tokenizer NAME adds one"]
+    if not args.merge and saved.backend_state.get("omitted"):
+        notes.append("without the frozen base, which the checkpoint has not: --merge writes a whole model")
+    print(f"{folder} -> {args.out}" + (f" ({'; '.join(notes)})" if notes else ""))

@@ -263,7 +263,13 @@ class CheckpointingEngine(DeepSpeedEngine):
         elif saved.manifest.backend == self.resolved.backend:
             self.backend.restore(saved, resume=resume, strict=load_module_strict)
         else:
-            self.backend.load_weights(weights_by_name(saved), strict=load_module_strict)
+            weights = weights_by_name(saved)
+            if weights.omitted:
+                warn(
+                    f"checkpoint {saved.folder} of backend {saved.manifest.backend} has no frozen weights, and whether "
+                    "the model's own are those of its run is not compared"
+                )
+            self.backend.load_weights(weights, strict=load_module_strict)
         client = {**saved.engine_state["common"], **saved.engine_state["client"]}
         if not load_module_only:
             self._load_counters(saved, load_lr_scheduler_states)

@@ -12,8 +12,10 @@ import transformers as hf
 from adapter_runs import METHODS, adapted, adapter_json, batches, peft, start, train, weights
 from tiny_models import tiny_model
 
+from ds_zo import cli
 from ds_zo.backends.adapter import streamed
 from ds_zo.checkpoint import CheckpointError
+from ds_zo.plugin import checkpointing
 from ds_zo.streaming.loading import load_pretrained
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -87,6 +89,41 @@ def test_another_base_or_other_adapters_are_refused(tmp_path: Path) -> None:
     fresh.load_checkpoint(str(tmp_path), load_optimizer_states=False)
     assert all(torch.equal(value, expected[name]) for name, value in weights(fresh.module).items())
     assert not fresh.optimizer.state
+
+
+def test_adapters_are_exported_alone_or_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_model("llama").bfloat16().save_pretrained(tmp_path / "model")
+    engine = start(loaded(tmp_path / "model"), adapter_json(**BF16))
+    train(engine, batches(2))
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    assert cli.main(["export", str(tmp_path / "saved"), str(tmp_path / "alone")]) == 0
+    assert "without the frozen base, which the checkpoint has not: --merge writes" in capsys.readouterr().out
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["adapter"], "no config without a model"
+    base = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "alone" / "adapter"), autocast_adapter_dtype=False)
+    for name, p in engine.module.named_parameters():
+        assert not p.requires_grad or torch.equal(p, theirs.get_parameter(name)), name
+    assert cli.main(["export", str(tmp_path / "saved"), str(tmp_path / "merged"), "--merge"]) == 0
+    found = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict()
+    expected = theirs.merge_and_unload().state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in found.items())
+
+
+def test_zo_and_adamw_load_the_adapters_of_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("llama").bfloat16().save_pretrained(tmp_path / "model")
+    zo = {**adapter_json(**BF16), "ds_zo": {}, "optimizer": {"type": "ZO", "params": {"lr": 1e-2}}}
+    configs = {"adapter": adapter_json(own=False, **BF16), "zo": zo}
+    warned: list[str] = []
+    monkeypatch.setattr(checkpointing, "warn", warned.append)
+    for wrote, read in (("adapter", "zo"), ("zo", "adapter")):
+        first, second = (start(loaded(tmp_path / "model"), configs[name]) for name in (wrote, read))
+        train(first, batches(2))
+        first.save_checkpoint(str(tmp_path / wrote))
+        second.load_checkpoint(str(tmp_path / wrote), load_optimizer_states=False)
+        here = weights(second.module)
+        assert all(torch.equal(value, here[name]) for name, value in weights(first.module).items())
+        assert "has no frozen weights, and whether the model's own" in warned.pop()
 
 
 @pytest.mark.parametrize("offload", [True, False])
