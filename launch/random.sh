@@ -8,7 +8,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 enter_tests
-export DS_ZO_RANDOM_TIMES="${1:-1}" DS_ZO_NUM_KILLS="${DS_ZO_NUM_KILLS:-28}"
+export DS_ZO_RANDOM_TIMES="${1:-1}" DS_ZO_NUM_KILLS="${DS_ZO_NUM_KILLS:-32}"
 [ $# -lt 2 ] || export DS_ZO_RANDOM_SEED="$2"
 say "random cases"
 exec python -m pytest -m "not gpu" -q -n "${TEST_PROCESSES:-2}" tests/random tests/test_support.py \

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 REPO = Path(__file__).resolve().parent.parent.parent
-NUM_KILLS = int(os.environ.get("DS_ZO_NUM_KILLS", "7"))
+NUM_KILLS = int(os.environ.get("DS_ZO_NUM_KILLS", "8"))
 
 SCRIPT = """
 import gc, os, random, signal, socket, sys, threading, time
@@ -26,6 +26,7 @@ import torch._dynamo  # what an engine would import when it is made
 import transformers.loss.loss_utils
 import deepspeed
 import ds_zo.backends.zo.backend, ds_zo.backends.lomo.adalomo, ds_zo.backends.lsp.backend
+import ds_zo.backends.adapter.backend
 from deepspeed.accelerator import get_accelerator
 from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, with_checkpoint
 from first_order_runs import Epochs, assert_same_run, engine_of, everything, play
@@ -40,7 +41,7 @@ random.seed(int(sys.argv[4]))
 CASES = [("fp32", {}), ("bf16 split", {"asynchronous": True}), ("bf16 wire", {"trajectory": True, "keep_last": 2}),
          ("fp8 split", {"trajectory": True, "asynchronous": True, "keep_last": 1}),
          ("LOMO, bf16, streamed", {"asynchronous": True}), ("AdaLOMO, bf16, streamed", {"keep_last": 2}),
-         ("LSP, refits, window", {"asynchronous": True, "keep_last": 1})]
+         ("LSP, refits, window", {"asynchronous": True, "keep_last": 1}), ("Adapter, nf4, window", {})]
 
 class Run:
     # One case's engine, and how a step of it is made and looked at, whatever its backend.

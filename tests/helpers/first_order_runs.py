@@ -1,4 +1,4 @@
-"""LOMO, AdaLOMO and LSP engines with everything that a resumed run must have again, and a user's shuffled epochs."""
+"""LOMO, AdaLOMO, LSP and Adapter engines with everything that a resumed run must have again, and a user's shuffled epochs."""
 
 from __future__ import annotations
 
@@ -41,6 +41,9 @@ JSONS: dict[str, dict[str, Any]] = {
         **BF16,
     ),
     "LSP, on the device": lsp_json(offload=False, params=LEARNED, scheduler=SCHEDULE),
+    "Adapter, nf4, window": _lomo(
+        "AdamW", make=streamed, stream={"frozen_dtype": "nf4"}, ds_zo={"backend": "adapter"}, **WINDOW, **BF16
+    ),
 }
 LOST = frozenset({1, 6})
 """Micro-batches whose loss overflows fp16. The last of a window that was saved in the middle: the step still counts."""
@@ -65,7 +68,14 @@ def engine_of(name: str, *, seed: int = 0, **settings: Any) -> Any:
     json = copy.deepcopy(JSONS[name])
     json.setdefault("ds_zo", {})["checkpoint"] = settings
     torch.manual_seed(seed)
-    return start(json, lively("llama", seed=seed, num_hidden_layers=2, attention_dropout=0.2))
+    sizes = {"num_hidden_layers": 2, "attention_dropout": 0.2}
+    if "Adapter" not in name:
+        return start(json, lively("llama", seed=seed, **sizes))
+    model = lively("llama", seed=0, **sizes)  # a checkpoint belongs to one frozen base
+    for key, p in model.named_parameters():
+        p.requires_grad_("q_proj" in key or "norm" in key)
+        p.data.mul_(1 + p.requires_grad * seed)
+    return start(json, model, model_parameters=list(model.parameters()))
 
 
 def play(engine: Any, epochs: Epochs, num: int, after: Callable[[], Any] = lambda: None) -> list[float]:
@@ -86,7 +96,8 @@ def everything(engine: Any) -> dict[str, Any]:
     tensors: dict[str, torch.Tensor] = {}
     names = ("global_steps", "micro_steps", "skipped_steps", "global_samples")
     plain = {name: getattr(engine, name) for name in names} | {"lr": engine.get_lr()}
-    state = host_copy([engine.backend.state_dict(), engine.backend.rank_state(), plain])
+    states = engine.optimizer.state_dict()["state"]
+    state = host_copy([engine.backend.state_dict(), engine.backend.rank_state(), states, plain])
     found = {"plain": encode(state, tensors)}
     weights = {name: value.cpu().clone() for name, value in engine.backend.module_state_dict().items()}
     return found | weights | tensors
