@@ -22,6 +22,8 @@ NAMES = {
     "7b/nf4-streamed-inputs": "the same, inputs of blocks on the host",
     "7b/nf4-resident": "LLaMA-7B, AdamW, NF4, all blocks on the GPU",
     "7b/bf16-streamed": "LLaMA-7B, AdamW, bf16, all blocks streamed",
+    "13b/bf16-link": "LLaMA-13B, AdamW, bf16, all blocks streamed",
+    "30b/bf16-link": "LLaMA-30B, AdamW, bf16, all blocks streamed",
     "7b/bf16-peft": "LLaMA-7B, PEFT in PyTorch, bf16 on the GPU",
     "7b/nf4-bitsandbytes": "LLaMA-7B, PEFT and bitsandbytes, NF4 on the GPU",
     "7b/nf4-zero3": "LLaMA-7B, ZeRO-3 `offload_param`, NF4 of bitsandbytes",

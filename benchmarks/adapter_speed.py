@@ -2,6 +2,8 @@
 
 python -m benchmarks.adapter_speed --list
 python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only 7b --total-s 200
+python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only link --total-s 120
+python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only '7b/nf4-(streamed|zero3)$'
 python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only 70b --total-s 500
 python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only 175b --total-s 330
 python -m benchmarks.adapter_speed --tiny --device cpu
@@ -13,7 +15,8 @@ on the GPU and recomputes them in the backward pass as the streamed one does. `7
 with gradient checkpointing. `7b/nf4-bitsandbytes` is the same over a base of bitsandbytes. The cases `zero3` are that
 base under DeepSpeed's ZeRO-3 with `offload_param`, which needs the whole base on the GPU when it starts, so that they
 have no cap. Cases of bitsandbytes are skipped where that is missing.
-`link_busy` is the share of a step in which uploads occupy the link, at the rate that uploads have alone.
+`link_busy` is the share of a step in which uploads occupy the link, at the rate that uploads have alone. The cases
+`link` have so few tokens that uploads take longer than the computation.
 """
 
 from __future__ import annotations
@@ -88,6 +91,12 @@ CASES = {
         AdapterCase("llama-7b", "adapter", stream=_stream(resident_blocks=0, offload_activations=True)), 40, 10
     ),
     "7b/bf16-streamed": _Planned(AdapterCase("llama-7b", "adapter", stream={"resident_blocks": 0}), 45, 18),
+    "13b/bf16-link": _Planned(
+        AdapterCase("llama-13b", "adapter", batch=1, length=256, stream={"resident_blocks": 0}), 40, 30
+    ),
+    "30b/bf16-link": _Planned(
+        AdapterCase("llama-30b", "adapter", batch=1, length=256, stream={"resident_blocks": 0}, steps=5), 75, 70
+    ),
     "7b/bf16-peft": _Planned(AdapterCase("llama-7b", "peft"), 40, 5),
     "7b/nf4-bitsandbytes": _Planned(AdapterCase("llama-7b", "bitsandbytes"), 60, 5),
     "7b/nf4-zero3": _Planned(AdapterCase("llama-7b", "zero3"), 70, 12),
@@ -343,9 +352,9 @@ def _with_lora4bit(case: AdapterCase, model: nn.Module, device: torch.device) ->
     inner: Any = model.model
     for name, m in [(n, m) for n, m in inner.layers.named_modules() if isinstance(m, nn.Linear)]:
         owner = inner.layers.get_submodule(name.rpartition(".")[0])
-        new = bnb.nn.Linear4bit(
-            m.in_features, m.out_features, bias=False, compute_dtype=DTYPES[case.dtype], quant_type="nf4"
-        )
+        sizes = {"input_features": m.in_features, "output_features": m.out_features, "bias": False}
+        # On the meta device, or the layer would first draw float32 values on the CPU.
+        new = bnb.nn.Linear4bit(**sizes, compute_dtype=DTYPES[case.dtype], quant_type="nf4", device="meta")
         value = source(f"model.layers.{name}.weight")
         new.weight = bnb.nn.Params4bit(value, requires_grad=False, quant_type="nf4")
         setattr(owner, name.rpartition(".")[2], new.to(device))

@@ -1,4 +1,4 @@
-"""LOMO, AdaLOMO, LSP and Adapter engines with everything that a resumed run must have again, and a user's shuffled epochs."""
+"""Engines of first-order backends with everything that a resumed run must have again, and a user's shuffled epochs."""
 
 from __future__ import annotations
 
