@@ -23,7 +23,7 @@ class HostInputs:
 
     def __init__(self, device: torch.device, *, pin: bool) -> None:
         self.device = device
-        self._store = HostStore(device, pin=pin)
+        self._store = HostStore(device, pin=pin, ring=False)  # inputs are not uploaded by `pinned_ring.upload_`
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         """The side stream of all copies; None without CUDA."""
         self._free: dict[int, list[torch.Tensor]] = {}
