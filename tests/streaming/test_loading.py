@@ -353,11 +353,15 @@ def bitsandbytes_folder(folder: Path, *, settings: dict[str, Any] | None = None)
     return str(folder), model
 
 
+@pytest.mark.parametrize("backend", ["zo", "adapter"])
 @pytest.mark.parametrize("stream", [{"frozen_dtype": "nf4"}, {}], ids=["nf4", "decoded"])
-def test_a_checkpoint_of_bitsandbytes(stream: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_of_bitsandbytes(stream: dict[str, Any], backend: str, tmp_path: Path) -> None:
     folder, decoded = bitsandbytes_folder(tmp_path)
     model = load_pretrained(hf.AutoModelForCausalLM, folder, dtype=torch.bfloat16)
     config = zo_json(bf16={"enabled": True}, ds_zo={"stream": stream})
+    if backend == "adapter":
+        config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+        config["ds_zo"]["backend"] = "adapter"
     engine = engine_for(lora_over(model), config)
     values = engine.module.state_dict()
     for name, p in decoded.named_parameters():
@@ -605,3 +609,23 @@ def test_a_checkpoint_over_mxfp4_resumes(tmp_path: Path) -> None:
     before = resumed.module.state_dict()
     resumed.module.load_state_dict(before)
     assert all(torch.equal(value, before[name]) for name, value in resumed.module.state_dict().items())
+
+
+@pytest.mark.parametrize("stream", [{}, {"resident_blocks": 1, "offload_activations": True}], ids=["streamed", "mixed"])
+def test_adapters_of_experts_in_mxfp4_by_adamw(stream: dict[str, Any], tmp_path: Path) -> None:
+    """PEFT sets the weights of experts anew in each forward. Equal to a base on the device with the decoded values."""
+    pytest.importorskip("peft")
+    import adapter_runs
+
+    folder, decoded = gpt_oss_folder(tmp_path / "model")
+    data = [tiny_batch("llama", seed=i, batch_size=2, length=8) for i in range(3)]
+    runs: list[tuple[list[float], list[torch.Tensor]]] = []
+    ours = load_pretrained(hf.AutoModelForCausalLM, folder)
+    cases: list[tuple[nn.Module, dict[str, Any]]] = [(decoded, {"offload": False}), (ours, stream)]
+    for base, more in cases:
+        model = lora_over(base, target_parameters=["mlp.experts.gate_up_proj"]).bfloat16()
+        engine = adapter_runs.start(model, adapter_runs.adapter_json(bf16={"enabled": True}, **more))
+        losses = adapter_runs.train(engine, data)
+        runs.append((losses, [p.detach().clone() for p in model.parameters() if p.requires_grad]))
+    assert runs[0][0] == runs[1][0]
+    assert len(runs[0][1]) == 8 and all(map(torch.equal, runs[0][1], runs[1][1]))

@@ -90,8 +90,9 @@ class BlockCall:
         """Its autograd node is freed, or will be at the end of this pass: it is not recomputed again."""
         self.inputs = inputs
         self.context = ForwardContext(block.profile, device)
-        self.weight_versions: list[int] = []
-        """Version counters of the block's parameters in the forward."""
+        self.weight_versions: list[int | None] = []
+        """Version counters of the block's parameters in the forward. None: the forward itself changes the counter, as
+        PEFT's adapters on parameters do (`target_parameters`), so that it does not show other changes."""
         self._output: _Structure | None = None
         self._user_dicts = list(user_dicts)
         self._mappings: list[tuple[Any, dict[Any, Any]]] = []
@@ -109,7 +110,8 @@ class BlockCall:
     def check_weight_versions(self) -> None:
         """Raises if weights have changed between the forward and the recomputation. Without streaming, autograd makes
         the same check on saved tensors."""
-        if self.weight_versions != self.block.weight_versions():
+        here = self.block.weight_versions()
+        if any(v is not None and v != now for v, now in zip(self.weight_versions, here, strict=True)):
             raise RuntimeError(
                 f"block {self.block.unit.name} is computed again with the weights of its forward, and they were "
                 "changed since, by another engine.backward or by loading: after such a change call the engine again, "
@@ -269,8 +271,11 @@ class RecomputedBlock:
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(partial(_pack_nothing, self.unit.name), _unpack_nothing),
         ):
-            call.weight_versions = self.weight_versions()
+            before = self.weight_versions()
             outputs = self._copy_own_weights(call.flatten_output(self._compute(*args, **kwargs)))
+            call.weight_versions = [
+                v if v == now else None for v, now in zip(before, self.weight_versions(), strict=True)
+            ]
         call.context.end_forward()
         if versions != [t._version for t in tensors]:
             raise ValueError(
