@@ -737,7 +737,7 @@ def test_adapter_takes_a_stock_adamw_of_the_json_or_of_the_script() -> None:
     assert (found.ignored, found.warnings) == ((), ())
     with pytest.raises(ConfigError, match=r"one optimizer must be given, got optimizer.type \"AdamW\""):
         resolve(json, client_optimizer=True)
-    with pytest.raises(ConfigError, match="selects without an optimizer block"):
+    with pytest.raises(ConfigError, match=r'of type adamw or adam, got "adapter" beside .* "SGD"; .*, or write adamw'):
         resolve({**json, "optimizer": {"type": "SGD"}})
     with pytest.raises(ConfigError, match="selects without an optimizer block"):
         resolve({**json, "ds_zo": {"backend": "lsp"}})
