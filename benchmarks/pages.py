@@ -29,7 +29,7 @@ from benchmarks.grids import read_grid
 from benchmarks.paper_pages import PAPER_BLOCKS, compare_command, lomo_lora
 from benchmarks.qwen_pages import QWEN_BLOCKS
 from benchmarks.recipes import OWN_ROWS
-from benchmarks.sources import RATIOS, STEPS, gb, ms, ratio, read_rows, source, speed, suite, sweep
+from benchmarks.sources import STEPS, gb, ms, ratio, read_rows, source, speed, suite, sweep
 from benchmarks.sweep import rows_of
 from ds_zo.bench.report import speed_range
 from ds_zo.records.prose import wrapped
@@ -209,8 +209,8 @@ def zero2_start() -> str:
     models = " and ".join(_shape({"shape": row["params"]["spec"]["model"].removeprefix("random:")}) for row in rows)
     commands = [compare_command([row], "runs/zero2") for row in rows]
     return (
-        f"ZeRO-Offload (stage 2) of {models} runs out of memory while it starts within 24 GB. DeepSpeed copies its flat "
-        f"weights once more on the GPU at the start. {source(rows, *commands)}"
+        f"ZeRO-Offload (stage 2) of {models} runs out of memory while it starts within 24 GB. DeepSpeed copies its "
+        f"flat weights once more on the GPU at the start. {source(rows, *commands)}"
     )
 
 
@@ -395,8 +395,8 @@ def lsp_random() -> str:
         body.append([model, f"{lr:.0e}".replace("e-0", "e-"), str(dim), *cells, str(len(seeds))])
     heads = ["model", "learning rate", "d", "random", "learned", "AdamW", "seeds"]
     conditions = (
-        "Perplexity on test of Alpaca after 120 steps of 16 texts, r = 4, the embedding whole, the same seeds. Mean over "
-        "seeds, with the lowest and the highest in brackets:"
+        "Perplexity on test of Alpaca after 120 steps of 16 texts, r = 4, the embedding whole, the same seeds. Mean "
+        "over seeds, with the lowest and the highest in brackets:"
     )
     methods = ",".join(f"lsp-{dim}-dense{kind}" for dim in (128, 512) for kind in ("", "-random"))
     command = sweep("lsp-gap", f"--methods adamw,{methods} --tasks alpaca")
@@ -541,7 +541,7 @@ def checkpoints() -> str:
         body.append([f"OPT-{size.upper()}", speed(without), speed(saving), ratio(saving, without)])
     heads = ["ZO, streamed", "tokens/s without saves", "with a save every 10 steps", "ratio"]
     conditions = (
-        f"One H200, random weights, bf16, 1 x 2,048 tokens, `master: wire`, saved to a file system in memory that takes "
+        "One H200, random weights, bf16, 1 x 2,048 tokens, `master: wire`, saved to a file system in memory that takes "
         f"{used[0]['disk_gbps_threads']:.1f} GB/s from the writer's threads. A figure is of {used[1]['steps']} steps "
         f"without saves and of {used[2]['steps']} with them, timed as a whole, so that there is no spread:"
     )

@@ -323,10 +323,10 @@ def lomo_2() -> str:
     said = (
         "GPU memory in GB and tokens/s of each card, random weights in bf16, 1 x 1,024 tokens, activation "
         "checkpointing. Ours is one H200 throughout. Runs on several cards are not measured: lines with other numbers "
-        "of cards show that a model fits, and no ratio. The last column is computed by `ds-zo plan` for as many H200 as "
-        "the paper has cards, with LOMO at ZeRO stage 3: memory and speed of each card, where no collective overlaps "
-        "with computing. The planner has no estimate of AdamW and SGD at stage 3 without offload. Other cells are paper "
-        f"/ ours. Speed is that of the median step. {STEPS}"
+        "of cards show that a model fits, and no ratio. The last column is computed by `ds-zo plan` for as many H200 "
+        "as the paper has cards, with LOMO at ZeRO stage 3: memory and speed of each card, where no collective "
+        "overlaps with computing. The planner has no estimate of AdamW and SGD at stage 3 without offload. Other cells "
+        f"are paper / ours. Speed is that of the median step. {STEPS}"
     )
     commands = suite("lomo_speed", "run --preset paper", only="paper/speed"), suite("lomo_plans", "")
     used += plans.values()
@@ -347,7 +347,8 @@ def lomo_lora(rows: Mapping[str, Mapping[str, Sequence[float]]], *, tasks: Mappi
     said = [
         f"LOMO loses to LoRA on {', '.join(worse) or 'no task'}, and wins on {', '.join(better) or 'no task'}.",
         f"The scores of their seeds overlap on {', '.join(open_)}." if open_ else "",
-        f"Test scores of LOMO and of LoRA, each at the rate chosen for it: mean over {len(lomo)} seeds, lowest to highest.",
+        "Test scores of LOMO and of LoRA, each at the rate chosen for it: mean over "
+        f"{len(lomo)} seeds, lowest to highest.",
     ]
     return " ".join(words for words in said if words)
 
@@ -377,9 +378,9 @@ def lsp_5() -> str:
             body.append([f"no case of the paper / llama-{size}, 4 x 1,024", "", *cells, *[NOT_MEASURED] * 4])
     said = (
         "LSP's throughput (d = 512, random projectors) over ZeRO-Offload's (stage 2), random weights, bf16, activation "
-        "checkpointing. The paper's cards have links of 10 to 20 GB/s, ours is an H200 on its own link, then with copies "
-        "slowed down to such links. ZeRO-Offload has float32 states, as in the paper, or bf16 states. The paper's ratios "
-        f"are in the order of its text. {RATIOS}"
+        "checkpointing, clipping 1.0. The paper's cards have links of 10 to 20 GB/s, ours is an H200 on its own link, "
+        "then with copies slowed down to such links. ZeRO-Offload has float32 states, as in the paper, or bf16 states. "
+        f"The paper's ratios are in the order of its text. {RATIOS}"
     )
     links = ("own link", "20 GB/s", "10 GB/s")
     heads = ["paper's case / our shape and tokens", "paper"]

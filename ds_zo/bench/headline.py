@@ -133,8 +133,8 @@ def markdown(parts: Sequence[MeasuredModel], *, root: str, plot: str | None, row
         lines += [f"{card}: {_CELLS}", "", *_table(of_cap), ""]
     if any(row.get("ran_with_gb") for part in parts for row in part.entrants):
         lines += [
-            f"{_RAN_ONCE.strip()} marks a case that was run once, with more memory than the limit. If it has figures, it "
-            "never held more than the limit. If it has none, it failed in spite of the larger memory.",
+            f"{_RAN_ONCE.strip()} marks a case that was run once, with more memory than the limit. If it has figures, "
+            "it never held more than the limit. If it has none, it failed in spite of the larger memory.",
             "",
         ]
     lines += [f"{note}\n" for note in _not_measured(parts)]
