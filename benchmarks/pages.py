@@ -475,11 +475,13 @@ def _quality(names: Mapping[str, str]) -> str:
     shown = [[title, body[method][1].rstrip("?"), *body[method][2:]] for method, title in names.items()]
     tasks = [TASKS[head.split()[0]] + (", perplexity" if "perplexity" in head else "") for head in heads[3:]]
     conditions = (
-        f"{SMOLLM} on one H200: percent right on test, for Alpaca perplexity. Mean and standard deviation, with the "
+        f"{SMOLLM} on one H200: percent right on test, for Alpaca perplexity. A step has 16 texts, of ZO and MeZO 8. "
+        "Models are in float32 with TF32; ZO in bf16 or fp8 computes in bf16. Mean and standard deviation, with the "
         "number of seeds in brackets; one seed where there is none. Of the rates tried for a method, the best on dev "
         "of SST-2 and RTE is shown:"
     )
     used = [row for row in _accuracy_rows() if row["method"] in names and row["status"] == "ok"]
+    assert {(row["batch_size"], row["method"].startswith(("zo", "mezo"))) for row in used} <= {(16, False), (8, True)}
     made = source(used, ACCURACY_SWEEP)
     return "\n\n".join([conditions, table(["", "learning rate", "steps", *tasks], shown), made])
 
@@ -528,8 +530,11 @@ def lomo_beside_lora() -> str:
         for method, found in rows.items()
     }
     used = [row for found in rows.values() for row in found]
-    setting = f"{SMOLLM} on one H200, {used[0]['steps']} steps of {used[0]['batch_size']} texts."
-    return f"{setting} {lomo_lora(scores, tasks=TASKS)} {source(used, ACCURACY_SWEEP)}"
+    conditions = (
+        f"{SMOLLM} on one H200, float32 with TF32, {used[0]['steps']} steps of {used[0]['batch_size']} texts, each "
+        "method at the rate chosen for it. Score on test: mean over seeds, with the lowest and the highest in brackets:"
+    )
+    return "\n\n".join([conditions, lomo_lora(scores, tasks=TASKS), source(used, ACCURACY_SWEEP)])
 
 
 def checkpoints() -> str:

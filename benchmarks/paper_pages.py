@@ -97,9 +97,9 @@ def zo_1() -> str:
         )
     said = (
         "Tokens/s of the median step and GPU memory in GB, random weights, one sequence of 2,048 tokens. The paper's "
-        "card is an A100 of 80 GB; ours is an H200, all blocks streamed, `master: wire`. `would take` is the memory "
-        f"that a case was expected to need, which was not run for that reason. {_CELLS} {STEPS} Ratios are of one run, "
-        "and their range is that of both sides:"
+        "card is an A100 of 80 GB; ours is an H200, all blocks streamed, `master: wire`. A case that `would "
+        f"take` more memory than our machine has was not run. {_CELLS} {STEPS} Ratios are of one run; their range is "
+        "that of both sides."
     )
     heads = ["", "MeZO GB", "ZO GB", "MeZO tokens/s", "ZO tokens/s", "ZO / MeZO"]
     commands = [suite("zo_speed", "preset full", only=r"^t1\.")]
@@ -225,7 +225,7 @@ def zo_6() -> str:
 
 
 def zo_7_8() -> str:
-    rows, used, body = rows_of(*ZO_FILES), list[Row](), []
+    rows, used, body, has_swept = rows_of(*ZO_FILES), list[Row](), [], False
     for (batch, length), by_size in paper.ZO_TABLES_7_8.items():
         for size, (mezo_mb, zo_mb, mezo_speed, zo_speed) in by_size.items():
             of_mezo = f"t78.{size}.mezo"
@@ -233,6 +233,7 @@ def zo_7_8() -> str:
                 in_one_run(rows, name, of_mezo) for name in (f"t78.{size}.zo.{batch}x{length}", f"t78.{size}.zo")
             )
             found = alone or swept or {}
+            has_swept |= alone is None and swept is not None
             used += found.values()
             mezo = found.get(of_mezo)
             ours = next((row for row in found.values() if row is not mezo), None)
@@ -251,6 +252,8 @@ def zo_7_8() -> str:
         "all of ZO's blocks streamed, `master: wire`. The paper's models are in float32, ours in fp16. "
         f"{_CELLS} {RATIOS}"
     )
+    if has_swept:
+        said += " In these rows one engine ran all inputs of a model; the command starts an engine for each input."
     command = suite("zo_speed", "preset full", only=r"^t78\.")
     return _block(said, ["", "MeZO GB", "ZO GB", "ZO / MeZO"], body, used, command)
 
@@ -334,29 +337,28 @@ def lomo_2() -> str:
 
 
 def lomo_lora(rows: Mapping[str, Mapping[str, Sequence[float]]], *, tasks: Mapping[str, str]) -> str:
-    """LOMO beside LoRA by task, in words. `rows`: by method and task, the test scores of its seeds."""
-    better, worse, open_ = list[str](), list[str](), list[str]()
+    """LOMO beside LoRA: a table by task, and who wins in words. `rows`: by method and task, the test scores of its
+    seeds."""
+    verdicts: dict[str, list[str]] = {"LOMO": [], "LoRA": [], "neither": []}
+    body = []
     for task, title in tasks.items():
         lomo, lora = (rows[method][task] for method in ("lomo", "lora"))
-        lower_is_better = task == "alpaca"
+        is_perplexity = task == "alpaca"
+        ahead = (statistics.mean(lomo) < statistics.mean(lora)) == is_perplexity
         overlap = min(lomo) <= max(lora) and min(lora) <= max(lomo)
-        ahead = (statistics.mean(lomo) < statistics.mean(lora)) == lower_is_better
-        scores = " and ".join(_mean_and_range(found, lower_is_better) for found in (lomo, lora))
-        kind = open_ if overlap else better if ahead else worse
-        kind.append(f"{title} ({scores}{' perplexity' if lower_is_better else ''})")
-    said = [
-        f"LOMO loses to LoRA on {', '.join(worse) or 'no task'}, and wins on {', '.join(better) or 'no task'}.",
-        f"The scores of their seeds overlap on {', '.join(open_)}." if open_ else "",
-        "Test scores of LOMO and of LoRA, each at the rate chosen for it: mean over "
-        f"{len(lomo)} seeds, lowest to highest.",
-    ]
-    return " ".join(words for words in said if words)
+        better = "neither" if overlap else "LOMO" if ahead else "LoRA"
+        verdicts[better].append(title)
+        cells = (_mean_and_range(scores, is_perplexity) for scores in (lomo, lora))
+        body.append([f"{title}{', perplexity' if is_perplexity else ''}", *cells, better])
+    won, lost, level = (", ".join(found) or "no task" for found in verdicts.values())
+    said = f"LOMO loses to LoRA on {lost}, and wins on {won}. The ranges of their seeds overlap on {level}."
+    return "\n\n".join([table(["", "LOMO", "LoRA", "better"], body), said])
 
 
 def _mean_and_range(values: Sequence[float], is_perplexity: bool) -> str:
     form = "{:.2f}" if is_perplexity else "{:.1%}"
     mean, least, most = (form.format(value) for value in (statistics.mean(values), min(values), max(values)))
-    return f"{mean}, {least} to {most}"
+    return f"{mean} ({least} to {most})"
 
 
 # LSP
@@ -453,9 +455,11 @@ def lean() -> str:
             body.append(cells)
         heads = ["", "tokens/s, mean", "ms, median", "GPU GB", "host GB", "set up as"]
         named = [row | {"file": path.relative_to(RESULTS).as_posix()} for row in rows]
-        said = f"{title_of(rows)}. {STEPS}"
+        first = contenders(rows)[0]
+        kept = "recomputed" if first["params"]["spec"]["checkpointing"] else "kept"
+        said = f"One {first['gpu'].removeprefix('NVIDIA ')}, {title_of(rows)}, activations {kept}. {STEPS}"
         made = _block(said, heads, body, named, compare_command(contenders(rows), f"runs/{path.parent.name}"))
-        blocks.append("\n\n".join(words for words in (made, beside_stock(contenders(rows))) if words))
+        blocks.append("\n\n".join(words for words in (made, beside_others(contenders(rows))) if words))
     return "\n\n".join(blocks) or f"{NOT_MEASURED.capitalize()}."
 
 
@@ -476,22 +480,27 @@ def compare_command(rows: Sequence[Row], out: str) -> str:
     return command_of(rows[0]["params"]["spec"], " ".join(option for option in options if option), out)
 
 
-def beside_stock(rows: Sequence[Row]) -> str:
-    """Our methods' speed over that of the fastest stock DeepSpeed that offloads, all rows of one run. Brackets: our
-    slowest timed step over their fastest, and the other way round."""
+def beside_others(rows: Sequence[Row]) -> str:
+    """Our methods' speed over that of the fastest stock DeepSpeed that offloads, and over that of the fastest contender
+    that is not ours; all rows of one run. Brackets: our slowest timed step over their fastest, and the other way
+    round."""
     done = [row for row in rows if row["status"] == "ok"]
     ours = [row for row in done if row["case"] in ALL and ALL[row["case"]].backend is not None]
-    stock = [row for row in done if row["case"].startswith(("zero", "zenflow", "superoffload"))]
+    others = [row for row in done if row not in ours]
+    stock = [row for row in others if row["case"].startswith(("zero", "zenflow", "superoffload"))]
     if not ours or not stock:
         return ""
-    other = max(stock, key=lambda row: float(row["tokens_per_s_mean"]))
+    fastest = [max(found, key=lambda row: float(row["tokens_per_s_mean"])) for found in (stock, others)]
     said = []
-    for row in ours:
-        ratio = row["tokens_per_s_mean"] / other["tokens_per_s_mean"]
-        least, most = other["step_s_min"] / row["step_s_max"], other["step_s_max"] / row["step_s_min"]
-        said.append(f"{row['case']} {ratio:.2f} ({least:.2f} to {most:.2f})")
+    for other in {row["case"]: row for row in fastest}.values():
+        ratios = []
+        for row in ours:
+            least, most = other["step_s_min"] / row["step_s_max"], other["step_s_max"] / row["step_s_min"]
+            mean = row["tokens_per_s_mean"] / other["tokens_per_s_mean"]
+            ratios.append(f"{row['case']} {mean:.2f} ({least:.2f} to {most:.2f})")
+        said.append(f"of {other['case']}'s: {', '.join(ratios)}")
     micro = "" if all(row["params"]["spec"].get("accumulation", 1) == 1 for row in done) else ", tokens a step equal"
-    return f"In this run{micro}, tokens/s as a multiple of {other['case']}'s: {', '.join(said)}."
+    return f"In this run{micro}, mean tokens/s as a multiple {'; '.join(said)}."
 
 
 PAPER_BLOCKS: dict[str, Callable[[], str]] = {

@@ -277,7 +277,7 @@ def test_a_ratio_needs_rows_of_one_run() -> None:
 
 
 def test_words_beside_the_head_to_head_fit_the_rows() -> None:
-    """LLaMA-1.3B waits for the host and four ranges overlap; lomo-optim waits for the host on OPT."""
+    """LLaMA-1.3B waits for the host and four ranges overlap; lomo-optim waits for the host on OPT; `master: wire`."""
     small, opt = (
         {row["case"]: row for row in sources.read_rows(f"compare/{model}/uncapped/rows.jsonl")}
         for model in ("llama-1.3b", "opt-6.7b")
@@ -286,3 +286,5 @@ def test_words_beside_the_head_to_head_fit_the_rows() -> None:
     assert all(row["gpu_idle_s"] > 0.5 * row["step_s"] for row in four)
     assert max(row["step_s_min"] for row in four) < min(row["step_s_max"] for row in four)
     assert opt["lomo-optim"]["gpu_idle_s"] > 0.8 * opt["lomo-optim"]["step_s"]
+    split, wire = (pages.row_of(pages.ZO, f"6.7b.{name}", run=pages.ZO_RUN) for name in ("split", "streamed"))
+    assert split["host_gb"] == 2 * wire["host_gb"]
