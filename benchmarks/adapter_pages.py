@@ -66,7 +66,7 @@ def adapter_speed() -> str:
         "memory are enforced. All blocks of OPT-175B have the weights of the first. Memory is the peak, in "
         "GB, with that of `ds-zo plan` in brackets. The last column is the share of a step in which uploads occupy the "
         f"link, at the rate that uploads have alone. The speed is that of the median step. {STEPS} Compare lines of "
-        "one run:"
+        "one run. The rows of a speed without brackets have no spread:"
     )
     heads = ["model, optimizer, base", "tokens a step", "tokens/s", "GPU", "host", "link busy", "run"]
     return "\n\n".join([conditions, table(heads, body), source(list(last.values()), suite("adapter_speed", ""))])

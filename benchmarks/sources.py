@@ -14,8 +14,8 @@ from ds_zo.bench.report import speed_range
 from ds_zo.records.rows import Row, read_objects
 
 RESULTS = Path(__file__).parent / "results"
-STEPS = "Brackets hold the range over the timed steps, and their number."
-RATIOS = "Brackets hold the range over the timed steps of both sides."
+STEPS = "Brackets after a time or a speed hold the range over the timed steps, and their number."
+RATIOS = "Brackets after a ratio hold the range over the timed steps of both sides."
 
 
 def read_rows(file: str, *, folder: Path = RESULTS) -> list[Row]:
