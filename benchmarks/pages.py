@@ -23,10 +23,11 @@ from pathlib import Path
 from benchmarks.accuracy import at_chosen_rates, by_seed
 from benchmarks.accuracy import table as accuracy_table
 from benchmarks.adapter_pages import ADAPTER_BLOCKS
+from benchmarks.compare_pages import COMPARE_BLOCKS
 from benchmarks.equal_score import seconds_to
 from benchmarks.grid_pages import GRID_BLOCKS
 from benchmarks.grids import read_grid
-from benchmarks.paper_pages import PAPER_BLOCKS, compare_command, lomo_lora
+from benchmarks.paper_pages import PAPER_BLOCKS, lomo_lora
 from benchmarks.qwen_pages import QWEN_BLOCKS
 from benchmarks.recipes import OWN_ROWS
 from benchmarks.sources import STEPS, gb, ms, ratio, read_rows, source, speed, suite, sweep
@@ -48,7 +49,6 @@ LSP_RUN = "20261115T150212Z"
 LSP_LATER_RUN = "20261115T211400Z"
 ACCURACY, LEARNED, GAP = "h200_accuracy.jsonl", "h200_lsp_learned.jsonl", "h200_lsp_gap.jsonl"
 EQUAL_Z, LSP_TIME = "h200_equal_z.jsonl", "h200_lsp_time.jsonl"
-ZERO2_24 = "compare/zero_offload_24gb.jsonl"
 SMOLLM, QWEN = "SmolLM2-135M", "Qwen2.5-Coder-1.5B"
 LSP_SETTINGS = {
     "learned": "lsp-512-dense",
@@ -200,18 +200,6 @@ def stream_capped() -> str:
     )
     made = source(found, suite("zo_speed", "preset targets", only="capped"))
     return "\n\n".join([conditions, table(heads, body), made])
-
-
-def zero2_start() -> str:
-    """That stock ZeRO-Offload of 7B models does not start within 24 GB, though its steps fit."""
-    rows = [row for row in rows_in(ZERO2_24) if row["case"] == "zero2-offload"]
-    assert all(row["status"] == "oom" for row in rows)
-    models = " and ".join(_shape({"shape": row["params"]["spec"]["model"].removeprefix("random:")}) for row in rows)
-    commands = [compare_command([row], "runs/zero2") for row in rows]
-    return (
-        f"ZeRO-Offload (stage 2) of {models} runs out of memory while it starts within 24 GB. DeepSpeed copies its "
-        f"flat weights once more on the GPU at the start. {source(rows, *commands)}"
-    )
 
 
 def wire_loss() -> str:
@@ -685,7 +673,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "equal-noise": equal_noise,
     "stream-link": stream_link,
     "stream-24gb": stream_capped,
-    "zero2-start": zero2_start,
     "wire-loss": wire_loss,
     "lomo-speed": lomo_speed,
     "lomo-streamed": lomo_streamed,
@@ -700,6 +687,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "checkpoints": checkpoints,
     "records": records,
     "paper-lomo-lora": lomo_beside_lora,
+    **COMPARE_BLOCKS,
     **GRID_BLOCKS,
     **PAPER_BLOCKS,
     **QWEN_BLOCKS,

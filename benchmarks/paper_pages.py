@@ -14,9 +14,7 @@ from pathlib import Path
 from benchmarks import paper_figures as paper
 from benchmarks.lsp_speed import FIGURE_5
 from benchmarks.sources import RATIOS, STEPS, gb, ms, ratio, read_rows, source, speed, suite
-from ds_zo.bench.contenders import ALL
-from ds_zo.bench.headline import command_of
-from ds_zo.bench.report import contenders, host_gb, planned_host_gb, reason_of, shown, title_of
+from ds_zo.bench.report import planned_host_gb
 from ds_zo.records.rows import Row, table
 
 RESULTS = Path(__file__).parent / "results"
@@ -25,7 +23,6 @@ ZO_FILES = ("h200_zo_full.jsonl", "h200_zo_targets.jsonl")
 LOMO_FILE, CHECKPOINT_FILE = "h200_lomo.jsonl", "h200_checkpoint_speed.jsonl"
 LSP_FILES = ("h200_lsp_figure5.jsonl", "h200_lsp.jsonl")
 LOMO_PLANS = "cpu_lomo_plans.jsonl"
-LEAN = "lean"
 _GIB = 2**30
 _METHODS = {"adamw_master": "AdamW", "sgd_master": "SGD", "lomo": "LOMO"}
 _CELLS = "Cells are paper / ours."
@@ -434,75 +431,6 @@ def lsp_6() -> str:
     return _block(said, heads, body, used, _FIGURE_5_COMMAND, _OWN_COMMAND)
 
 
-# Head to head in the least memory
-
-
-def lean() -> str:
-    """A table for each folder of `results/lean`: rows of `launch/compare.py`."""
-    from ds_zo.bench.compare import last_run
-
-    blocks = []
-    for path in sorted((RESULTS / LEAN).glob("*/rows.jsonl")):
-        rows = last_run(path, None)
-        body = []
-        for row in contenders(rows):
-            cells = [row["contender"]]
-            if row["status"] == "ok":
-                cells += [f"{row['tokens_per_s_mean']:,.0f}", ms(row)]
-                cells += [shown(row.get("peak_gb")), shown(host_gb(row)), row["settings"]]
-            else:
-                cells += [reason_of(row), "", "", "", row["settings"]]
-            body.append(cells)
-        heads = ["", "tokens/s, mean", "ms, median", "GPU GB", "host GB", "set up as"]
-        named = [row | {"file": path.relative_to(RESULTS).as_posix()} for row in rows]
-        first = contenders(rows)[0]
-        kept = "recomputed" if first["params"]["spec"]["checkpointing"] else "kept"
-        said = f"One {first['gpu'].removeprefix('NVIDIA ')}, {title_of(rows)}, activations {kept}. {STEPS}"
-        made = _block(said, heads, body, named, compare_command(contenders(rows), f"runs/{path.parent.name}"))
-        blocks.append("\n\n".join(words for words in (made, beside_others(contenders(rows))) if words))
-    return "\n\n".join(blocks) or f"{NOT_MEASURED.capitalize()}."
-
-
-def compare_command(rows: Sequence[Row], out: str) -> str:
-    """The command of `launch/compare.py` that makes such rows."""
-    specs = {row["case"]: row["params"]["spec"] for row in rows}
-    cap = rows[0]["params"]["spec"]["device_memory_gb"]
-    options = [
-        f"--contenders {','.join(specs)}",
-        "" if cap is None else f"--device-memory-gb {cap:g}",
-        "--start-uncapped" if any(spec.get("starts_uncapped") for spec in specs.values()) else "",
-        "" if rows[0]["params"]["spec"]["profile"] else "--no-profile",
-    ]
-    if any(row.get("tried") for row in rows):
-        options.append("--best-batch")
-    else:
-        options += [f"--accumulate {n}={s['accumulation']}" for n, s in specs.items() if s.get("accumulation", 1) > 1]
-    return command_of(rows[0]["params"]["spec"], " ".join(option for option in options if option), out)
-
-
-def beside_others(rows: Sequence[Row]) -> str:
-    """Our methods' speed over that of the fastest stock DeepSpeed that offloads, and over that of the fastest contender
-    that is not ours; all rows of one run. Brackets: our slowest timed step over their fastest, and the other way
-    round."""
-    done = [row for row in rows if row["status"] == "ok"]
-    ours = [row for row in done if row["case"] in ALL and ALL[row["case"]].backend is not None]
-    others = [row for row in done if row not in ours]
-    stock = [row for row in others if row["case"].startswith(("zero", "zenflow", "superoffload"))]
-    if not ours or not stock:
-        return ""
-    fastest = [max(found, key=lambda row: float(row["tokens_per_s_mean"])) for found in (stock, others)]
-    said = []
-    for other in {row["case"]: row for row in fastest}.values():
-        ratios = []
-        for row in ours:
-            least, most = other["step_s_min"] / row["step_s_max"], other["step_s_max"] / row["step_s_min"]
-            mean = row["tokens_per_s_mean"] / other["tokens_per_s_mean"]
-            ratios.append(f"{row['case']} {mean:.2f} ({least:.2f} to {most:.2f})")
-        said.append(f"of {other['case']}'s: {', '.join(ratios)}")
-    micro = "" if all(row["params"]["spec"].get("accumulation", 1) == 1 for row in done) else ", tokens a step equal"
-    return f"In this run{micro}, mean tokens/s as a multiple {'; '.join(said)}."
-
-
 PAPER_BLOCKS: dict[str, Callable[[], str]] = {
     "paper-zo-1": zo_1,
     "paper-zo-2": zo_2,
@@ -514,6 +442,5 @@ PAPER_BLOCKS: dict[str, Callable[[], str]] = {
     "paper-lomo-2": lomo_2,
     "paper-lsp-5": lsp_5,
     "paper-lsp-6": lsp_6,
-    "lean": lean,
 }
 """By the name in a page's marker, as in `pages.BLOCKS`."""

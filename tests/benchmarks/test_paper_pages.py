@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +86,6 @@ def test_figures_5_and_6_are_of_one_link(results: Path) -> None:
     made = paper_pages.lsp_6()
     assert "| gpt2-774m, 4 x 512, lsp-512 | 10 GB/s | 200 | 0 | 100 | 300 | 10 | 1 |" in made
     assert "| gpt2-774m, 4 x 512, zero2-offload | 10 GB/s | 200 |  | 100 | 300 | 10 | 1 |" in made
-
-
-def test_a_head_to_head_in_the_least_memory_has_settings_and_spread(results: Path) -> None:
-    committed = Path(paper_pages.__file__).parent / "results" / "compare" / "llama-1.3b" / "24gb" / "rows.jsonl"
-    (results / "lean" / "a").mkdir(parents=True)
-    shutil.copy(committed, results / "lean" / "a" / "rows.jsonl")
-    made = paper_pages.lean()
-    setting = "llama-1.3b with random weights, 4 x 1024 tokens, bf16, GPU memory capped at 24 GB"
-    assert made.startswith(f"One H200, {setting}, activations recomputed. ")
-    assert "| zero2-offload | 5,110 | 807 (777 to 815, 4) | " in made and "DeepSpeedCPUAdam on all cores |" in made
-    assert "`python launch/compare.py --model random:llama-1.3b --batch 4 --contenders adamw,sgd,zero2-offload," in made
-    assert "In this run, mean tokens/s as a multiple of zenflow's: zo " in made and "; of sgd's: zo 3.72 (" in made
 
 
 def test_lomo_beside_lora_says_where_seeds_overlap() -> None:
