@@ -150,7 +150,7 @@ def host_cases() -> list[Case]:
     return cases
 
 
-_FIGURE_5 = (
+FIGURE_5 = (
     # shape, batch, length: the LSP paper's four cases; LLaMA of the same size stands for DeepSeek-Coder
     ("gpt2-774m", 4, 512),
     ("llama-1.3b", 1, 384),
@@ -166,7 +166,7 @@ def figure_5_cases() -> list[Case]:
     names = ("ceiling", "lsp-512", "zero2-offload-bf16", "zero2-offload")
     contenders = {name: CONTENDERS.get(name, (name, {})) for name in names}
     cases = []
-    for shape, batch, length in _FIGURE_5:
+    for shape, batch, length in FIGURE_5:
         for link in _LINKS_GBPS:
             for name, (method, params) in contenders.items():
                 if (method == "zero2-offload" and shape == "llama-7b") or (link and name == "ceiling"):
