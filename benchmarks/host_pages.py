@@ -5,13 +5,13 @@ A block is empty while its rows are missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 
-from ds_zo.records.rows import Row, read_objects, table
+from benchmarks.sources import STEPS, ms, read_rows, source, suite
+from ds_zo.records.rows import Row, table
 
 HOSTS = "h200_hosts.jsonl"
-RESULTS = Path(__file__).parent / "results"
+_SUITES = ("lomo", "lsp")
 NAMES = {
     "hosts.1.3b.1x2048": "OPT-1.3B, 1 x 2,048, ZO on the GPU",
     "hosts.1.3b.4x512": "OPT-1.3B, 4 x 512, ZO on the GPU",
@@ -41,14 +41,7 @@ SCHEDULES = {
 
 def _last() -> dict[str, Row]:
     """The last row of each case."""
-    path = RESULTS / HOSTS
-    rows = read_objects(path) if path.exists() else []
-    return {row["case"]: row for row in rows if row["status"] == "ok"}
-
-
-def _source(rows: Iterable[Row]) -> str:
-    runs = sorted({row["run_id"] for row in rows})
-    return f"Rows: [{HOSTS}](../benchmarks/results/{HOSTS}), {'run' if len(runs) == 1 else 'runs'} {', '.join(runs)}."
+    return {row["case"]: row for row in read_rows(HOSTS) if row["status"] == "ok"}
 
 
 def slow_hosts() -> str:
@@ -58,39 +51,34 @@ def slow_hosts() -> str:
             if (row := last.get(case + suffix)) is None:
                 continue
             used.append(row)
-            seconds = row["step_s"], row["two_cores_s"], row["gpu_busy_s"]
-            spread = f"{1e3 * row['step_s_min']:.0f} to {1e3 * row['step_s_max']:.0f}"
-            cells = [f"{1e3 * s:.0f}" for s in seconds] + [f"{seconds[1] / seconds[2]:.2f}"]
-            body.append([name + words, f"{cells[0]} ({spread})", *cells[1:], f"{row['peak_gb']:.1f}"])
+            two_cores_s, busy_s = row["two_cores_s"], row["gpu_busy_s"]
+            cells = [f"{1e3 * two_cores_s:.0f}", f"{1e3 * busy_s:.0f}", f"{two_cores_s / busy_s:.2f}"]
+            body.append([name + words, ms(row), *cells, f"{row['peak_gb']:.1f}", row["run_id"]])
     if not body:
         return ""
     conditions = (
         "One H200, random weights in bf16; LLaMA at 4 x 1,024 tokens with activation checkpointing. Milliseconds a "
-        "step, median and spread, with 16 cores and with the same process on two of them, and those in which the GPU "
-        "is busy. Lines of different runs are of different machines:"
+        "step with 16 cores and with the same process on two of them, and those in which the GPU is busy. Runs are of "
+        f"different machines. {STEPS}"
     )
-    heads = ["", "16 cores", "two cores", "GPU busy", "two cores / busy", "GPU GB"]
-    return f"{conditions}\n\n{table(heads, body)}\n\n{_source(used)}"
+    heads = ["", "16 cores", "two cores", "GPU busy", "two cores / busy", "GPU GB", "run"]
+    commands = suite("zo_speed", "preset hosts"), *(suite(f"{name}_speed", "run --preset hosts") for name in _SUITES)
+    return f"{conditions}\n\n{table(heads, body)}\n\n{source(used, *commands)}"
 
 
 def lsp_schedule() -> str:
-    last, used, body = _last(), [], []
-    for case, name in SCHEDULES.items():
-        if (row := last.get(f"schedule/1.3b/4+1/{case}")) is None:
-            continue
-        used.append(row)
-        both = [
-            f"{1e3 * r['step_s']:.0f} ({1e3 * r['step_s_min']:.0f} to {1e3 * r['step_s_max']:.0f})"
-            for r in (row, row["then"])
-        ]
-        body.append([name, *both])
-    if not body:
+    last = _last()
+    found = {name: last.get(f"schedule/1.3b/4+1/{case}") for case, name in SCHEDULES.items()}
+    used = [row for row in found.values() if row is not None]
+    if not used:
         return ""
+    body = [[name, ms(row), ms(row["then"])] for name, row in found.items() if row is not None]
     conditions = (
-        "One H200, LLaMA-1.3B, bf16, d = 512, random projectors, Adam on the CPU; milliseconds a step, median and "
-        "spread. Each line but the first leaves a part of the schedule out:"
+        "One H200, LLaMA-1.3B, bf16, d = 512, random projectors, Adam on the CPU; milliseconds a step. Each line but "
+        f"the first leaves a part of the schedule out. {STEPS}"
     )
-    return f"{conditions}\n\n{table(['', '4 x 1,024', '1 x 1,024'], body)}\n\n{_source(used)}"
+    heads = ["", "4 x 1,024", "1 x 1,024"]
+    return f"{conditions}\n\n{table(heads, body)}\n\n{source(used, suite('lsp_speed', 'run --preset schedule'))}"
 
 
 HOST_BLOCKS: dict[str, Callable[[], str]] = {"slow-hosts": slow_hosts, "lsp-schedule": lsp_schedule}

@@ -27,6 +27,7 @@ from benchmarks.compare_pages import COMPARE_BLOCKS
 from benchmarks.equal_score import seconds_to
 from benchmarks.grid_pages import GRID_BLOCKS
 from benchmarks.grids import read_grid
+from benchmarks.host_pages import HOST_BLOCKS
 from benchmarks.paper_pages import PAPER_BLOCKS, lomo_lora
 from benchmarks.qwen_pages import QWEN_BLOCKS
 from benchmarks.recipes import OWN_ROWS
@@ -692,6 +693,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **PAPER_BLOCKS,
     **QWEN_BLOCKS,
     **ADAPTER_BLOCKS,
+    **HOST_BLOCKS,
 }
 """By the name in a page's marker: the function that makes the block's Markdown."""
 
