@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -204,7 +204,9 @@ class Runtime:
         overlap: bool = True,
         reuse_buffers: bool = True,
         before_overwrite: BeforeOverwrite | None = None,
+        padded: Callable[[int], int] = int,
     ) -> None:
+        """`padded`: bytes of a slot that can hold a unit of so many bytes."""
         self.units = list(units)
         self._before_overwrite = before_overwrite
         self.device = device
@@ -213,25 +215,24 @@ class Runtime:
         low_nbytes = max((u.low_nbytes for u in self.units if u.low_streamed), default=0)
         nbytes = max((u.nbytes for u in streamed), default=0)
         self._overlap = overlap
-        nbytes, low_nbytes = self._slot_nbytes(nbytes), self._slot_nbytes(low_nbytes)
+        nbytes, low_nbytes = padded(nbytes), padded(low_nbytes)
         self.slots = [Slot(nbytes, device, reuse=reuse_buffers) for _ in range(num_slots if overlap else 1) if streamed]
         self.low_slots = [Slot(low_nbytes, device) for _ in range(num_low_slots) if low_nbytes]
         self._lows = LowSlots(self.low_slots)
         own = device.type == "cuda" and overlap
         self._own_up, self._own_up_low, self._own_down = (torch.cuda.Stream(device) if own else None for _ in range(3))
         self._default_order = [i for i, unit in enumerate(self.units) if unit.streamed]
+        self._order: Sequence[int] = self._default_order
+        self._then: list[int] | None = None
         self._actions: deque[Action] = deque()
         self._in_pass = False
+        self.fold_skipped: Callable[[Unit, Slot], None] = lambda unit, slot: None
+        """Folds a unit that all ranks have gathered and that this rank's forward did not use."""
         self.wants_low: WantsLow | None = None
         """None: uses outside a pass upload no low planes ahead."""
         self.bytes_up = 0
         self.bytes_down = 0
         """Bytes that were uploaded and downloaded so far."""
-        self.finish()
-
-    def _slot_nbytes(self, nbytes: int) -> int:
-        """Bytes of a slot that can hold a unit of `nbytes`."""
-        return nbytes
 
     def start(
         self,
@@ -321,6 +322,15 @@ class Runtime:
         if low is not None and not keep_low:
             self._lows.free(low)
             self._upload_lows()
+
+    @contextmanager
+    def updating(self, unit: Unit) -> Iterator[torch.Tensor]:
+        """Context in which the current stream may change the unit's `store_buffer`, which is on the device: it waits
+        for all uploads issued so far, and later uploads wait for it. Yields the buffer."""
+        if self._up is not None and self._compute is not None:
+            self._compute.wait_stream(self._up)
+        yield unit.store_buffer
+        unit.folded(unit.version + 1, stream=self._compute)
 
     def abandon(self, slot: Slot) -> None:
         """A use of the slot was interrupted. The next upload waits for the kernels that were issued for it."""
