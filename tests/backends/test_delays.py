@@ -33,7 +33,7 @@ STREAMED = {"offload_param": {"device": "cpu", "pin_memory": True}}
 """For `zero_optimization`. Without pinned memory no copy is asynchronous."""
 BF16 = {"bf16": {"enabled": True}}
 WIDTH = 1024
-"""A block is 17 MB in bf16 or 34 MB in float32: half a millisecond on the link, next to nothing to compute."""
+"""A block is 8 MB in bf16 and 17 MB in float32: its copies take longer than its compute for sixteen tokens."""
 
 
 @pytest.fixture(scope="module")
