@@ -8,6 +8,7 @@ stream of their own, so that they delay a step only by their share of the link.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from ds_zo.streaming.schedule import Action, Kind, price, sweep
 
@@ -64,12 +65,12 @@ def forward_and_backward(
 ) -> list[Action]:
     """The actions of a step whose backward pass uses the blocks again, in reverse order. There, block i has the number
     num_blocks + i, because it has times of its own. A pass finds the blocks that the last pass has left in slots."""
-    order, alike = range(num_blocks), {"streamed": streamed, "num_slots": num_slots}
+    order, one_pass = range(num_blocks), partial(pass_over, streamed=streamed, num_slots=num_slots)
     forward: list[Action] = []
     backward: list[Action] = []
     for _ in range(2):  # the second step is like all that follow
-        forward, _ = pass_over(order, downloads=forward_downloads, loaded=_left(backward), **alike)
-        backward, _ = pass_over(order[::-1], downloads=backward_downloads, loaded=_left(forward), **alike)
+        forward, _ = one_pass(order, downloads=forward_downloads, loaded=_left(backward))
+        backward, _ = one_pass(order[::-1], downloads=backward_downloads, loaded=_left(forward))
     later = [Action(action.block + num_blocks, action.kind, action.slot) for action in backward]
     return [*forward, non_blocks(), *later]
 
