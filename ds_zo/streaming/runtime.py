@@ -7,7 +7,8 @@ methods of a pass never block the host. On a CPU device the same code runs in is
 low plane, whether the unit is streamed or resident. Low planes are uploaded in the order of the folds, each as soon as
 a low slot is free. A low slot becomes free when the fold before has used it. So a low plane may be uploaded up to a
 whole fold interval of blocks before its fold. Low planes have an upload stream of their own: an upload of a block may
-wait for its slot, and would hold up the low plane that the compute stream needs first.
+wait for its slot, and would hold up the low plane that the compute stream needs first. Outside a pass, as in an
+evaluation, a low plane is uploaded when its unit is used: the host issues these copies long before they are made.
 """
 
 from __future__ import annotations
@@ -23,9 +24,6 @@ from ds_zo.streaming.pinned_ring import UploadEvent, upload_
 from ds_zo.streaming.raw_buffer import RawBuffer
 from ds_zo.streaming.schedule import NUM_PIECES, Action, Kind, sweep
 from ds_zo.streaming.units import Unit
-
-WantsLow = Callable[[Unit], bool]
-"""Whether a use of the unit outside a pass will read its low plane."""
 
 
 class BeforeOverwrite(Protocol):
@@ -225,11 +223,8 @@ class Runtime:
         self._order: Sequence[int] = self._default_order
         self._then: list[int] | None = None
         self._actions: deque[Action] = deque()
-        self._in_pass = False
         self.fold_skipped: Callable[[Unit, Slot], None] = lambda unit, slot: None
         """Folds a unit that all ranks have gathered and that this rank's forward did not use."""
-        self.wants_low: WantsLow | None = None
-        """None: uses outside a pass upload no low planes ahead."""
         self.bytes_up = 0
         self.bytes_down = 0
         """Bytes that were uploaded and downloaded so far."""
@@ -254,7 +249,6 @@ class Runtime:
         """
         self._order = [self._number[id(unit)] for unit in order if unit.streamed]
         self._then = None if then is None else [self._number[id(unit)] for unit in then if unit.streamed]
-        self._in_pass = True
         lows = [unit for unit in lows if unit.low_streamed and self._overlap]
         self._reclaim_low_slots(keep=lows)
         self._lows.plan(lows)
@@ -341,7 +335,6 @@ class Runtime:
         they equal their unit's `store_buffer`."""
         self._order = self._default_order
         self._then = None
-        self._in_pass = False
         self._actions = deque()
         for slot in self.slots:
             if not slot.is_current:
@@ -415,9 +408,6 @@ class Runtime:
         unit = self.units[number]
         self._fill(slot, unit, unit.store_buffer, self._up)
         self.bytes_up += unit.nbytes
-        wanted = not self._in_pass and unit.low_streamed and self.wants_low is not None and self.wants_low(unit)
-        if wanted and self._lows.free_slot is not None and self._lows.slot_of(unit) is None:
-            self._upload_low(unit)
 
     def _upload_lows(self) -> None:
         """Uploads as many of the next low planes as there are free low slots."""

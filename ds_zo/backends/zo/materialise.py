@@ -98,7 +98,6 @@ class Materialiser:
         """None outside a timed forward. During one, blocks replay its number of updates instead of the pending ones,
         and it times their waits for uploads."""
         self._cached = CachedViews()
-        runtime.wants_low = lambda unit: self.pending(unit) > 0
         runtime.fold_skipped = self._replay_pending
         self._next_pass_is_first = False
 
