@@ -12,7 +12,8 @@ from pathlib import Path
 
 from benchmarks.accuracy import at_chosen_rates
 from benchmarks.grids import read_grid
-from ds_zo.records.rows import Row, read_objects, table
+from benchmarks.sources import STEPS, read_rows, source, speed, suite, sweep
+from ds_zo.records.rows import Row, table
 from ds_zo.tasks.score import LOWER_IS_BETTER
 
 RESULTS = Path(__file__).parent / "results"
@@ -39,13 +40,12 @@ TASKS = {"sst2": "SST-2", "alpaca": "Alpaca"}
 
 
 def rows_of(file: str) -> list[Row]:
-    path = RESULTS / file
-    return [row for row in read_objects(path) if row.get("status", "ok") == "ok"] if path.exists() else []
+    return [row for row in read_rows(file, folder=RESULTS) if row.get("status", "ok") == "ok"]
 
 
 def adapter_speed() -> str:
     """The last row of each case."""
-    last = {row["case"]: row for row in rows_of(SPEED) if "tokens_per_s" in row}
+    last = {row["case"]: row for row in rows_of(SPEED) if row["case"] in NAMES and "tokens_per_s" in row}
     if not last:
         return ""
     body = []
@@ -56,21 +56,22 @@ def adapter_speed() -> str:
             [
                 NAMES[case],
                 f"{row['batch']} x {row['length']:,}",
-                f"{row['tokens_per_s']:,.0f}",
+                speed(row),
                 _beside_plan(row, "peak_gb", "planned_device_gb"),
                 _beside_plan(row, "host_peak_gb", "planned_host_gb"),
                 "" if busy is None else f"{100 * busy:.0f}%",
+                row["run_id"],
             ]
         )
     conditions = (
         "One H200, random weights in bf16 or NF4, LoRA of rank 16 on all linear layers of the blocks. Limits of GPU "
         "memory are enforced. All blocks of OPT-175B have the weights of the first. Memory is the peak, in "
         "GB, with that of `ds-zo plan` in brackets. The last column is the share of a step in which uploads occupy the "
-        "link, at the rate that uploads have alone:"
+        f"link, at the rate that uploads have alone. The speed is that of the median step. {STEPS} Compare lines of "
+        "one run. The rows of a speed without brackets have no spread:"
     )
-    heads = ["model, optimizer, base", "tokens a step", "tokens/s", "GPU", "host", "link busy"]
-    runs = sorted({row["run_id"] for row in last.values() if "run_id" in row})
-    return _block(conditions, table(heads, body), SPEED, runs=runs)
+    heads = ["model, optimizer, base", "tokens a step", "tokens/s", "GPU", "host", "link busy", "run"]
+    return "\n\n".join([conditions, table(heads, body), source(list(last.values()), suite("adapter_speed", ""))])
 
 
 def _beside_plan(row: Row, measured: str, planned: str) -> str:
@@ -98,7 +99,8 @@ def nf4_loss() -> str:
         "blocks are in bf16, in NF4 as this package stores them, and in NF4 of bitsandbytes:"
     )
     heads = ["model", "texts", "bf16", "NF4", "bitsandbytes", "NF4 to bitsandbytes", "NF4 to bf16"]
-    return _block(conditions, table(heads, body), LOSS)
+    made = source(rows_of(LOSS), suite("nf4_loss", "--model DIR --data-root DIR"))
+    return "\n\n".join([conditions, table(heads, body), made])
 
 
 def nf4_training() -> str:
@@ -121,7 +123,7 @@ def nf4_training() -> str:
         "lowest and the highest in brackets. The training loss is the mean over the second half of the steps:"
     )
     heads = ["model", "", "task", "steps", "seeds", "over bf16", "over NF4", "difference", "training loss"]
-    return _block(conditions, table(heads, body), TRAINING)
+    return "\n\n".join([conditions, table(heads, body), source(rows, sweep("nf4", "--choose-rates"))])
 
 
 def _by_seed(rows: Sequence[Row], task: str) -> dict[int, Row]:
@@ -152,11 +154,6 @@ def _spread(values: Sequence[float], digits: int) -> str:
 
 def _change(value: float, base: float) -> str:
     return f"{100 * (value / base - 1):+.2f}%"
-
-
-def _block(conditions: str, lines: str, file: str, *, runs: Sequence[str] = ()) -> str:
-    said = f", {'run' if len(runs) == 1 else 'runs'} {', '.join(runs)}" if runs else ""
-    return "\n\n".join([conditions, lines, f"Rows: [{file}](../benchmarks/results/{file}){said}."])
 
 
 ADAPTER_BLOCKS: dict[str, Callable[[], str]] = {

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.equal_score import best_within, seconds_to
-from ds_zo.records.rows import Row, read_objects, table
+from benchmarks.sources import read_rows, source, sweep
+from ds_zo.records.rows import Row, table
 
 RESULTS = Path(__file__).parent / "results"
 EQUAL_TIME, LORA_RATES = "h200_lsp_equal_time.jsonl", "h200_lora_lomo_rates.jsonl"
@@ -23,8 +24,7 @@ _TIMED = {
 
 
 def good_rows(file: str) -> list[Row]:
-    path = RESULTS / file
-    return [row for row in read_objects(path) if row["status"] == "ok"] if path.exists() else []
+    return [row for row in read_rows(file, folder=RESULTS) if row["status"] == "ok"]
 
 
 def at_best_rate(rows: Sequence[Row], *, lower_is_better: bool, key: str = "lr") -> list[Row]:
@@ -84,7 +84,7 @@ def lsp_equal_time() -> str:
         "test perplexity",
         "LSP's time",
     ]
-    return "\n\n".join([said, table(heads, body), _source(EQUAL_TIME)])
+    return "\n\n".join([said, table(heads, body), source(rows, sweep("lsp-equal-time", "--jobs 1"))])
 
 
 def _seconds_beside(theirs: Sequence[Row], ours: Sequence[Row]) -> str:
@@ -133,7 +133,7 @@ def lora_lomo_rates() -> str:
         "last column is with the same seed:"
     )
     heads = ["rank", "LoRA", "LoRA + LOMO", "what LOMO adds, points"]
-    return "\n\n".join([said, table(heads, body), _verdict(gains), _source(LORA_RATES)])
+    return "\n\n".join([said, table(heads, body), _verdict(gains), source(rows, sweep("lora-lomo-rates"))])
 
 
 def _verdict(gains: Mapping[int, Sequence[float]]) -> str:
@@ -144,10 +144,6 @@ def _verdict(gains: Mapping[int, Sequence[float]]) -> str:
     parts = [("better than LoRA alone", ahead), ("worse", behind), ("better or worse by seed", open_)]
     said = [f"{words} at rank {', '.join(ranks)}" for words, ranks in parts if ranks]
     return f"LoRA + LOMO is {'; '.join(said)}."
-
-
-def _source(file: str) -> str:
-    return f"Rows: [{file}](../benchmarks/results/{file})."
 
 
 GRID_BLOCKS: dict[str, Callable[[], str]] = {"lsp-equal-time": lsp_equal_time, "lora-lomo-rates": lora_lomo_rates}

@@ -44,7 +44,7 @@ def speed_cases() -> list[Case]:
 
 def host_cases() -> list[Case]:
     """LOMO beside plain hooks, also on two cores. Each is measured twice, in turns: machines drift."""
-    alike: dict[str, Any] = {"slow_host": True, "steps": 8}
+    alike: dict[str, Any] = {"slow_host": True, "warmup": 10, "steps": 12}
     sizes = {"7b": (False,), "1.3b": (False, True)}
     return [
         _speed(f"hosts/{size}-{method}{'-compiled' if compiled else ''}{turn}", method, f"llama-{size}", **options)

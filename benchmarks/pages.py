@@ -23,15 +23,19 @@ from pathlib import Path
 from benchmarks.accuracy import at_chosen_rates, by_seed
 from benchmarks.accuracy import table as accuracy_table
 from benchmarks.adapter_pages import ADAPTER_BLOCKS
+from benchmarks.compare_pages import COMPARE_BLOCKS
 from benchmarks.equal_score import seconds_to
 from benchmarks.grid_pages import GRID_BLOCKS
 from benchmarks.grids import read_grid
+from benchmarks.host_pages import HOST_BLOCKS
 from benchmarks.paper_pages import PAPER_BLOCKS, lomo_lora
 from benchmarks.qwen_pages import QWEN_BLOCKS
 from benchmarks.recipes import OWN_ROWS
+from benchmarks.sources import STEPS, gb, ms, ratio, read_rows, source, speed, suite, sweep
 from benchmarks.sweep import rows_of
+from ds_zo.bench.report import speed_range
 from ds_zo.records.prose import wrapped
-from ds_zo.records.rows import Row, read_objects, table
+from ds_zo.records.rows import Row, table
 
 REPO = Path(__file__).parents[1]
 DOCS = REPO / "docs"
@@ -56,9 +60,14 @@ LSP_SETTINGS = {
 TASKS = {"sst2": "SST-2", "rte": "RTE", "copa": "COPA", "boolq": "BoolQ", "alpaca": "Alpaca"}
 
 
+ACCURACY_SWEEP = sweep("accuracy", "--choose-rates --jobs 13")
+LSP_TIME_SWEEP = sweep("lsp-time", "--methods lsp-512,zero-offload --steps 200 -- --tf32 --max-length 256")
+LSP_SWEEP = sweep("lsp-gap", "--methods adamw,lsp-512-dense,lsp-512-dense-random,lsp-512-dense-global")
+
+
 @cache
 def rows_in(file: str) -> list[Row]:
-    return read_objects(REPO / RESULTS / file)
+    return read_rows(file)
 
 
 def row_of(file: str, case: str, *, run: str) -> Row:
@@ -67,25 +76,6 @@ def row_of(file: str, case: str, *, run: str) -> Row:
     if len(found) != 1:
         raise ValueError(f"a figure needs one row, found {len(found)} of case {case} of run {run} in {file}")
     return found[0]
-
-
-def source(*files: str, runs: Sequence[str] = ()) -> str:
-    """The sentence that links a table to its rows."""
-    links = ", ".join(f"[{file}](../{RESULTS}/{file})" for file in files)
-    said = f", {'run' if len(runs) == 1 else 'runs'} {', '.join(runs)}" if runs else ""
-    return f"Rows: {links}{said}."
-
-
-def speed(row: Row) -> str:
-    return f"{row['tokens_per_s']:,.0f}"
-
-
-def gb(value: float) -> str:
-    return f"{value:.1f}"
-
-
-def ms(row: Row) -> str:
-    return f"{1e3 * row['step_s']:,.0f}"
 
 
 # ZO and streaming
@@ -100,20 +90,22 @@ def zo_speed() -> str:
         "ZO, all blocks streamed, bf12": "bf12",
         "ZO, all blocks streamed, fp8": "fp8",
     }
-    known = {row["case"] for row in rows_in(ZO) if row["run_id"] == ZO_RUN}
-    body = []
+    found = {row["case"]: row for row in rows_in(ZO) if row["run_id"] == ZO_RUN}
+    used, body = list[Row](), []
     for title, name in methods.items():
         cells = [title]
         for size in ("6.7b", "13b"):
-            row = row_of(ZO, f"{size}.{name}", run=ZO_RUN) if f"{size}.{name}" in known else None
+            row = found.get(f"{size}.{name}")
             cells += ["", ""] if row is None else [speed(row), gb(row["peak_gb"])]
+            used += [] if row is None else [row]
         body.append(cells)
     heads = ["", "OPT-6.7B, tokens/s", "GPU GB", "OPT-13B, tokens/s", "GPU GB"]
     return "\n\n".join(
         [
-            "One H200, random weights, bf16, one sequence of 2,048 tokens, `master: wire`, all in one run:",
+            "One H200, random weights, bf16, one sequence of 2,048 tokens, `master: wire`, all in one run. The speed "
+            f"is that of the median step. {STEPS}",
             table(heads, body),
-            source(ZO, runs=[ZO_RUN]),
+            source(used, suite("zo_speed", "preset targets", only=r"^(6\.7|13)b\.")),
         ]
     )
 
@@ -121,8 +113,12 @@ def zo_speed() -> str:
 def zo_directions() -> str:
     one, two = (row_of(ZO, f"6.7b.{name}", run=ZO_RUN) for name in ("streamed", "directions2"))
     more = f"{100 * (two['step_s'] / one['step_s'] - 1):.0f}% more for twice the forward passes"
-    said = f"OPT-6.7B, all blocks streamed in bf16: one direction took {ms(one)} ms a step, two took {ms(two)} ms"
-    return f"{said}, which is {more}. {source(ZO, runs=[ZO_RUN])}"
+    said = (
+        "OPT-6.7B on one H200, random weights, 1 x 2,048 tokens, all blocks streamed in bf16: the median step takes "
+        f"{ms(one)} ms with one direction and {ms(two)} ms with two, which is {more}. {STEPS}"
+    )
+    command = suite("zo_speed", "preset targets", only=r"^6\.7b\.(streamed|directions2)$")
+    return f"{said} {source([one, two], command)}"
 
 
 def equal_noise() -> str:
@@ -145,12 +141,14 @@ def equal_noise() -> str:
     return (
         f"With the same z, in float32, the losses of ZO and of in-memory MeZO differ by at most {farthest:.0e} of "
         f"their value, and their test scores are {'the same' if scores else 'not the same'} ({SMOLLM}, {tasks}, "
-        f"{first['steps']} steps of {first['batch_size']} texts, {num_losses} losses compared). {source(EQUAL_Z)}"
+        f"{first['steps']} steps of {first['batch_size']} texts, {num_losses} losses compared). "
+        f"{source(rows_in(EQUAL_Z), sweep('equal-z', '--jobs 4'))}"
     )
 
 
 def stream_link() -> str:
-    link = row_of(ZO, "machine", run=ZO_RUN)["link_gbps"]["up"]
+    machine = row_of(ZO, "machine", run=ZO_RUN)
+    link = machine["link_gbps"]["up"]
     cases = {
         "OPT-6.7B, bf16": "6.7b.streamed",
         "OPT-6.7B, bf12": "6.7b.bf12",
@@ -160,9 +158,10 @@ def stream_link() -> str:
         "OPT-13B, bf16": "13b.streamed",
         "OPT-13B, fp8": "13b.fp8",
     }
-    body = []
+    used, body = [machine], []
     for title, case in cases.items():
         row = row_of(ZO, case, run=ZO_RUN)
+        used.append(row)
         upload_s = row["up_gb_a_step"] / link
         body.append(
             [
@@ -176,9 +175,11 @@ def stream_link() -> str:
     heads = ["ZO, streamed", "GB up a step", "at link speed, ms", "step, ms", "share"]
     return "\n\n".join(
         [
-            f"One H200 whose link copies {link:.1f} GB/s up, sequences of 2,048 tokens:",
+            f"One H200 whose link copies {link:.1f} GB/s up, random weights, `master: wire`, one sequence of 2,048 "
+            "tokens where nothing else is said, all in one run. The share is that of the uploads, at the link's speed, "
+            f"in the median step. {STEPS}",
             table(heads, body),
-            source(ZO, runs=[ZO_RUN]),
+            source(used, suite("zo_speed", "preset targets", only=r"^(machine|(6\.7|13)b\.)")),
         ]
     )
 
@@ -193,10 +194,13 @@ def stream_capped() -> str:
         kept_blocks = f"{kept} of {row['num_blocks']} blocks on the GPU"
         host = gb(filled["host_peak_gb"])
         body.append([f"{name}, {kept_blocks}", gb(filled["peak_gb"]), host, ms(filled), speed(filled)])
-    runs = sorted({row["run_id"] for row in found})
     heads = ["ZO within 24 GB", "GPU GB", "host GB", "step, ms", "tokens/s"]
-    conditions = "One H200 whose memory is limited to 24 GB, one sequence of 2,048 tokens, random weights:"
-    return "\n\n".join([conditions, table(heads, body), source(ZO, runs=runs)])
+    conditions = (
+        "One H200 whose memory is limited to 24 GB, random weights, `master: wire`, one sequence of 2,048 tokens. Step "
+        f"and speed are those of the median step. {STEPS}"
+    )
+    made = source(found, suite("zo_speed", "preset targets", only="capped"))
+    return "\n\n".join([conditions, table(heads, body), made])
 
 
 def wire_loss() -> str:
@@ -204,8 +208,13 @@ def wire_loss() -> str:
     base = by_wire["fp32"]["loss"]
     body = [[wire, f"{row['loss']:.5f}", f"{100 * (row['loss'] / base - 1):+.3f}%"] for wire, row in by_wire.items()]
     first = by_wire["fp32"]
-    conditions = f"Loss of {SMOLLM} on {first['texts']} texts of BoolQ, with its blocks rounded to each format:"
-    return "\n\n".join([conditions, table(["`wire_dtype`", "loss", "change"], body), source("cpu_wire_loss.jsonl")])
+    conditions = (
+        f"Loss of {SMOLLM} on {first['texts']} texts of BoolQ before any training, on a CPU in float32, with its "
+        "blocks rounded to each format. The result is deterministic:"
+    )
+    command = suite("wire_loss", "--model DIR --text FILE.jsonl --limit 24")
+    made = source(list(by_wire.values()), command)
+    return "\n\n".join([conditions, table(["`wire_dtype`", "loss", "change"], body), made])
 
 
 # LOMO
@@ -223,18 +232,18 @@ def lomo_speed() -> str:
         "lomo-optim: AdaLomo": "peer_adalomo",
         "lomo-optim: Lomo, clipped": "peer_lomo_clipped",
     }
-    known = {row["case"] for row in rows_in(LOMO) if row["run_id"] == LOMO_RUN}
+    found = {row["case"]: row for row in rows_in(LOMO) if row["run_id"] == LOMO_RUN}
     body = []
     for title, name in methods.items():
-        row = row_of(LOMO, f"speed/{name}", run=LOMO_RUN)
-        case = f"speed/{name}-compiled"
-        compiled = ms(row_of(LOMO, case, run=LOMO_RUN)) if case in known else ""
-        body.append([title, ms(row), compiled, gb(row["peak_gb"])])
+        row, compiled = found[f"speed/{name}"], found.get(f"speed/{name}-compiled")
+        body.append([title, ms(row), "" if compiled is None else ms(compiled), gb(row["peak_gb"])])
     heads = ["", "ms a step", "with `compile_blocks`", "GPU GB"]
     conditions = (
-        "One H200, LLaMA-7B with random weights, bf16, 4 x 1,024 tokens, activation checkpointing, all in one run:"
+        "One H200, LLaMA-7B with random weights, bf16, 4 x 1,024 tokens, activation checkpointing, all in one run. "
+        f"The time is that of the median step. {STEPS} The memory is that without `compile_blocks`:"
     )
-    return "\n\n".join([conditions, table(heads, body), source(LOMO, runs=[LOMO_RUN])])
+    made = source(list(found.values()), suite("lomo_speed", "run --preset speed"))
+    return "\n\n".join([conditions, table(heads, body), made])
 
 
 def lomo_streamed() -> str:
@@ -244,11 +253,16 @@ def lomo_streamed() -> str:
         ("LLaMA-7B, all on the GPU", resident),
         *((f"{_shape(row)}, streamed within {row['cap_gb']:g} GB", row) for row in streamed),
     ]
-    body = [[title, gb(row["peak_gb"]), gb(row["host_peak_gb"]), ms(row), speed(row)] for title, row in cases]
-    runs = list(dict.fromkeys(row["run_id"] for _, row in cases))
-    heads = ["LOMO", "GPU GB", "host GB", "step, ms", "tokens/s"]
-    conditions = "One H200, random weights, bf16, 4 x 1,024 tokens. The first two lines are of one run:"
-    return "\n\n".join([conditions, table(heads, body), source(LOMO, runs=runs)])
+    body = [
+        [title, gb(row["peak_gb"]), gb(row["host_peak_gb"]), ms(row), speed(row), row["run_id"]] for title, row in cases
+    ]
+    heads = ["LOMO", "GPU GB", "host GB", "step, ms", "tokens/s", "run"]
+    conditions = (
+        "One H200, random weights, bf16, 4 x 1,024 tokens, activations recomputed. Step and speed are those of the "
+        f"median step. {STEPS} Compare lines of one run:"
+    )
+    made = source([row for _, row in cases], suite("lomo_speed", "run --preset streamed", only="(7|13|30)b"))
+    return "\n\n".join([conditions, table(heads, body), made])
 
 
 def _shape(row: Row) -> str:
@@ -274,27 +288,29 @@ def lsp_speed() -> str:
         "ZeRO-Offload (stage 2)": "zero2-offload",
         "ZenFlow": "zenflow",
     }
-    known = {row["case"] for row in rows_in(LSP) if row["run_id"] == LSP_RUN and row["status"] == "ok"}
-    body = []
+    found = {row["case"]: row for row in rows_in(LSP) if row["run_id"] == LSP_RUN and row["status"] == "ok"}
+    used, body = list[Row](), []
     for title, name in methods.items():
         cells = [title]
         for size in ("1.3b", "3b"):
-            case = f"issue/{size}/4+1/{name}"
-            row = row_of(LSP, case, run=LSP_RUN) if case in known else None
+            row = found.get(f"issue/{size}/4+1/{name}")
             cells += [""] * 3 if row is None else [ms(row), gb(row["peak_gb"]), gb(row["host_gb_added"])]
+            used += [] if row is None else [row]
         body.append(cells)
     heads = ["", "1.3B, ms", "GPU GB", "host GB", "3B, ms", "GPU GB", "host GB"]
     conditions = (
         "One H200, LLaMA with random weights, bf16, 4 x 1,024 tokens, activation checkpointing, clipping 1.0, random "
-        "projectors, all in one run. Host GB is the memory beyond the start of the process:"
+        f"projectors, all in run {LSP_RUN}. The time is that of the median step. {STEPS} Host GB is the memory beyond "
+        "the start of the process:"
     )
     lsp, adamw = (row_of(LSP, f"issue/1.3b/4+1/{name}", run=LSP_LATER_RUN) for name in ("lsp-512", "adamw-torch"))
     stricter = (
-        "Beside torch's own fused AdamW in bf16, without master weights, the distance is smaller: "
-        f"{ms(lsp)} ms by LSP and {ms(adamw)} ms by AdamW at 1.3B, in {gb(lsp['peak_gb'])} and "
-        f"{gb(adamw['peak_gb'])} GB (run {LSP_LATER_RUN})."
+        f"Run {LSP_LATER_RUN} has torch's fused AdamW with weights and moments in bf16. There, at 1.3B with the same "
+        f"settings, a step takes {ms(lsp)} ms by LSP (d = 512) and {ms(adamw)} ms by AdamW, in {gb(lsp['peak_gb'])} "
+        f"and {gb(adamw['peak_gb'])} GB of GPU memory."
     )
-    return "\n\n".join([conditions, table(heads, body), stricter, source(LSP, runs=[LSP_RUN, LSP_LATER_RUN])])
+    made = source([*used, lsp, adamw], suite("lsp_speed", "run --preset issue", only="^issue/"))
+    return "\n\n".join([conditions, table(heads, body), stricter, made])
 
 
 def lsp_memory() -> str:
@@ -303,27 +319,35 @@ def lsp_memory() -> str:
         "LLaMA-7B, 4 x 1,024, within 24 GB": "capped/7b/4/lsp-512",
         "LLaMA-7B, 4 x 1,024, streamed, within 8 GB": "capped/7b/4/lsp-512-streamed",
     }
-    body = []
-    for title, case in cases.items():
-        row = row_of(LSP, case, run=LSP_RUN)
-        body.append([title, gb(row["peak_gb"]), gb(row["host_gb_added"]), ms(row)])
+    rows = {title: row_of(LSP, case, run=LSP_RUN) for title, case in cases.items()}
+    body = [[title, gb(row["peak_gb"]), gb(row["host_gb_added"]), ms(row)] for title, row in rows.items()]
     heads = ["LSP, d = 512", "GPU GB", "host GB", "step, ms"]
-    return "\n\n".join([table(heads, body), source(LSP, runs=[LSP_RUN])])
+    conditions = (
+        "One H200 with a limit on its memory, random weights, bf16, activation checkpointing, clipping 1.0, random "
+        f"projectors. The time is that of the median step. {STEPS} Host GB is the memory beyond the start of the "
+        "process:"
+    )
+    made = source(list(rows.values()), suite("lsp_speed", "run --preset issue", only="^capped/"))
+    return "\n\n".join([conditions, table(heads, body), made])
 
 
 def lsp_learned() -> str:
     """LSP's distance to AdamW with the same seeds, learned projectors beside random ones."""
     body = [[title, *(_percent(_distances(method, task)) for task in TASKS)] for title, method in LSP_SETTINGS.items()]
     loose = [_percent(_distances("lsp-512-dense", task, file=GAP)) for task in TASKS]
-    body.append(["learned, each matrix clipped to 1.0", *loose])
+    commits = sorted({row["commit"] for row in _lsp_rows("lsp-512-dense", SMOLLM, file=GAP)})
+    body.append([f"learned, each matrix clipped to 1.0 (at commits {', '.join(commits)} only)", *loose])
     body.append(["learned, on dev", *(_percent(_distances("lsp-512-dense", task, on="dev")) for task in TASKS)])
     heads = ["projectors (d = 512)", *TASKS.values()]
     conditions = (
-        f"{SMOLLM}, 120 steps of 16 texts, `edge: dense`, learning rate 1e-4, the one chosen for AdamW. Percent of "
-        "AdamW's score on test, above (+) or below (-) it with the same seeds: accuracy, for Alpaca the loss with its "
-        "sign turned. Mean, standard error, and the number of seeds in brackets:"
+        f"{SMOLLM} on one H200, float32 with TF32, 120 steps of 16 texts, `edge: dense`, learning rate 1e-4, the one "
+        "chosen for AdamW. Percent of AdamW's score on test, above (+) or below (-) it with the same seeds: accuracy, "
+        "for Alpaca the loss with its sign turned. AdamW's runs are of other sweeps, with the same data and settings. "
+        "Mean, standard error, and the number of seeds in brackets:"
     )
-    return "\n\n".join([conditions, table(heads, body), source(LEARNED, ACCURACY, GAP)])
+    used = [row for name in LSP_SETTINGS.values() for row in _lsp_rows(name, SMOLLM)]
+    used += [*_lsp_rows("adamw", SMOLLM), *_lsp_rows("lsp-512-dense", SMOLLM, file=GAP)]
+    return "\n\n".join([conditions, table(heads, body), source(used, LSP_SWEEP, ACCURACY_SWEEP)])
 
 
 def lsp_left_out() -> str:
@@ -339,30 +363,33 @@ def lsp_left_out() -> str:
         holds = statistics.mean(found) >= -max(2.0, _standard_error(found))
         body.append([TASKS[task], title, _percent(found), "yes" if holds else "no"])
     heads = ["task left out", "chosen on dev of the four others", "percent of AdamW's score", "within 2% or its error"]
-    return "\n\n".join([table(heads, body), source(LEARNED, ACCURACY, GAP)])
+    used = [row for name in (*LSP_SETTINGS.values(), "adamw") for row in _lsp_rows(name, SMOLLM)]
+    return "\n\n".join([table(heads, body), source(used, LSP_SWEEP, ACCURACY_SWEEP)])
 
 
 def lsp_random() -> str:
     """Test perplexity on Alpaca by learned and by random projectors of equal size."""
-    body = []
+    used, body = list[Row](), []
     for model, lr, dim in ((SMOLLM, 1e-4, 128), (SMOLLM, 1e-4, 512), (QWEN, 3e-6, 512)):
-        sides = [
-            {
-                row["seed"]: row["after"]
-                for row in _lsp_rows(method, model)
-                if row["task"] == "alpaca" and row["lr"] == lr
-            }
-            for method in (f"lsp-{dim}-dense-random", f"lsp-{dim}-dense", "adamw")
-        ]
+        sides = []
+        for method in (f"lsp-{dim}-dense-random", f"lsp-{dim}-dense", "adamw"):
+            found = [row for row in _lsp_rows(method, model) if row["task"] == "alpaca" and row["lr"] == lr]
+            used += found
+            sides.append({row["seed"]: row["after"] for row in found})
         seeds = sorted(sides[0].keys() & sides[1].keys())
         cells = [
-            f"{statistics.mean(side[seed] for seed in seeds):.3f}" if seeds and set(seeds) <= side.keys() else ""
+            _mean_and_range([side[seed] for seed in seeds], "{:.3f}") if seeds and set(seeds) <= side.keys() else ""
             for side in sides
         ]
         body.append([model, f"{lr:.0e}".replace("e-0", "e-"), str(dim), *cells, str(len(seeds))])
     heads = ["model", "learning rate", "d", "random", "learned", "AdamW", "seeds"]
-    conditions = "Perplexity on test of Alpaca after 120 steps of 16 texts, r = 4, the embedding whole, the same seeds:"
-    return "\n\n".join([conditions, table(heads, body), source(LEARNED, ACCURACY, GAP)])
+    conditions = (
+        "Perplexity on test of Alpaca after 120 steps of 16 texts, r = 4, the embedding whole, the same seeds. Mean "
+        "over seeds, with the lowest and the highest in brackets:"
+    )
+    methods = ",".join(f"lsp-{dim}-dense{kind}" for dim in (128, 512) for kind in ("", "-random"))
+    command = sweep("lsp-gap", f"--methods adamw,{methods} --tasks alpaca")
+    return "\n\n".join([conditions, table(heads, body), source(used, command, f"{command} --lrs 3e-6")])
 
 
 def _lsp_rows(method: str, model: str, *, file: str = LEARNED) -> list[Row]:
@@ -392,6 +419,11 @@ def _standard_error(values: Sequence[float]) -> float:
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
+def _mean_and_range(values: Sequence[float], form: str) -> str:
+    mean = form.format(statistics.mean(values))
+    return mean if len(values) < 2 else f"{mean} ({form.format(min(values))} to {form.format(max(values))})"
+
+
 def _percent(values: Sequence[float]) -> str:
     if not values:
         return ""
@@ -407,10 +439,12 @@ def lsp_time() -> str:
     ours_s, theirs_s = (seconds_to(row, other["dev"]) for row in (lsp, other))
     assert ours_s is not None and theirs_s is not None
     return (
-        f"{SMOLLM} on Alpaca, {lsp['steps']} steps of {lsp['batch_size']} texts, each method alone on the GPU with a "
-        "rate of its own: LSP (d = 512, projectors fitted to the first batch) had ZeRO-Offload's best perplexity on "
-        f"dev, {other['dev']:.2f}, after {ours_s:.0f} s, the fit counted. ZeRO-Offload took {theirs_s:.0f} s: a ratio "
-        f"of {ours_s / theirs_s:.2f}. {source(LSP_TIME)}"
+        f"{SMOLLM} on Alpaca, {lsp['steps']} steps of {lsp['batch_size']} texts, float32 with TF32, clipping 1.0, one "
+        "seed, each method alone on the GPU, one after the other in one sweep. LSP (d = 512, projectors fitted to the "
+        f"first batch, learning rate {lsp['lr']:g}) reaches ZeRO-Offload's best perplexity on dev, {other['dev']:.2f}, "
+        f"after {ours_s:.0f} s, the fit counted. ZeRO-Offload (learning rate {other['lr']:g}, without `overlap_comm`) "
+        f"takes {theirs_s:.0f} s: a ratio of {ours_s / theirs_s:.2f}. One seed gives no spread. "
+        f"{source([lsp, other], LSP_TIME_SWEEP)}"
     )
 
 
@@ -418,7 +452,7 @@ def lsp_time() -> str:
 
 
 def _accuracy_rows() -> list[Row]:
-    return rows_of([REPO / RESULTS / ACCURACY])
+    return [{**row, "file": ACCURACY} for row in rows_of([REPO / RESULTS / ACCURACY])]
 
 
 def _quality(names: Mapping[str, str]) -> str:
@@ -430,10 +464,15 @@ def _quality(names: Mapping[str, str]) -> str:
     shown = [[title, body[method][1].rstrip("?"), *body[method][2:]] for method, title in names.items()]
     tasks = [TASKS[head.split()[0]] + (", perplexity" if "perplexity" in head else "") for head in heads[3:]]
     conditions = (
-        f"{SMOLLM} on one H200: percent right on test, for Alpaca perplexity. Mean and standard deviation, with the "
-        "number of seeds in brackets; one seed where there is none:"
+        f"{SMOLLM} on one H200: percent right on test, for Alpaca perplexity. A step has 16 texts, of ZO and MeZO 8. "
+        "Models are in float32 with TF32; ZO in bf16 or fp8 computes in bf16. Mean and standard deviation, with the "
+        "number of seeds in brackets; one seed where there is none. Of the rates tried for a method, the best on dev "
+        "of SST-2 and RTE is shown:"
     )
-    return "\n\n".join([conditions, table(["", "learning rate", "steps", *tasks], shown), source(ACCURACY)])
+    used = [row for row in _accuracy_rows() if row["method"] in names and row["status"] == "ok"]
+    assert {(row["batch_size"], row["method"].startswith(("zo", "mezo"))) for row in used} <= {(16, False), (8, True)}
+    made = source(used, ACCURACY_SWEEP)
+    return "\n\n".join([conditions, table(["", "learning rate", "steps", *tasks], shown), made])
 
 
 @cache
@@ -472,25 +511,36 @@ def all_quality() -> str:
 
 def lomo_beside_lora() -> str:
     chosen = at_chosen_rates(_accuracy_rows(), read_grid("accuracy"))
+    rows = {method: chosen[method] for method in ("lomo", "lora")}
     scores = {
         method: {
-            task: [row["after"] for row in by_seed([r for r in chosen[method] if r["task"] == task]).values()]
-            for task in TASKS
+            task: [row["after"] for row in by_seed([r for r in found if r["task"] == task]).values()] for task in TASKS
         }
-        for method in ("lomo", "lora")
+        for method, found in rows.items()
     }
-    return lomo_lora(scores, tasks=TASKS, link=f"{SMOLLM}. {source(ACCURACY)}")
+    used = [row for found in rows.values() for row in found]
+    conditions = (
+        f"{SMOLLM} on one H200, float32 with TF32, {used[0]['steps']} steps of {used[0]['batch_size']} texts, each "
+        "method at the rate chosen for it. Score on test: mean over seeds, with the lowest and the highest in brackets:"
+    )
+    return "\n\n".join([conditions, lomo_lora(scores, tasks=TASKS), source(used, ACCURACY_SWEEP)])
 
 
 def checkpoints() -> str:
     file, run = "h200_checkpoint_speed.jsonl", "20261115T130850Z"
-    body = []
+    used, body = [row_of(file, "disk", run=run)], []
     for size in ("1.3b", "2.7b", "6.7b"):
         without, saving = (row_of(file, f"opt-{size}/{name}", run=run) for name in ("zo", "zo-async"))
-        kept = f"{saving['tokens_per_s'] / without['tokens_per_s']:.2f}"
-        body.append([f"OPT-{size.upper()}", speed(without), speed(saving), kept])
+        used += [without, saving]
+        body.append([f"OPT-{size.upper()}", speed(without), speed(saving), ratio(saving, without)])
     heads = ["ZO, streamed", "tokens/s without saves", "with a save every 10 steps", "ratio"]
-    return "\n\n".join([table(heads, body), source(file, runs=[run])])
+    conditions = (
+        "One H200, random weights, bf16, 1 x 2,048 tokens, `master: wire`, saved to a file system in memory that takes "
+        f"{used[0]['disk_gbps_threads']:.1f} GB/s from the writer's threads. A figure is of {used[1]['steps']} steps "
+        f"without saves and of {used[2]['steps']} with them, timed as a whole, so that there is no spread:"
+    )
+    command = suite("checkpoint_speed", "table --folder DIR --methods zo,zo-async")
+    return "\n\n".join([conditions, table(heads, body), source(used, command)])
 
 
 # Records
@@ -514,7 +564,9 @@ class Record:
         found, row = self.figures, self.row
         memory = f"{gb(found['peak_gb'])} GB of GPU memory, {gb(found['host_peak_gb'])} GB of host memory"
         link = f"[{self.file}](../{RESULTS}/{self.file}), run {row['run_id']}, commit {row['commit']}"
-        return f"- **{self.title}**: {self.model} tokens, {speed(found)} tokens/s, {memory}. {link}: `{self.command}`"
+        steps = speed_range(found if "seconds" in found else row)
+        speed = f"{found['tokens_per_s']:,.0f} tokens/s ({steps} steps)"
+        return f"- **{self.title}**: {self.model} tokens, {speed}, {memory}. {link}: `{self.command}`"
 
 
 def all_records() -> Iterator[Record]:
@@ -601,7 +653,7 @@ def _compared(title: str, file: str, row: Row, *, folder: str, model: str) -> Re
         f"python launch/compare.py --preset results --only {folder} --contenders {row['case']} --device-memory-gb 24 "
         "--out runs/record"
     )
-    figures = row | {"tokens_per_s": row["tokens_per_s_mean"]}
+    figures = {"tokens_per_s": row["tokens_per_s_mean"], **{key: row[key] for key in ("peak_gb", "host_peak_gb")}}
     return Record(title, file, row, model=model, command=command, figures=figures)
 
 
@@ -636,10 +688,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "checkpoints": checkpoints,
     "records": records,
     "paper-lomo-lora": lomo_beside_lora,
+    **COMPARE_BLOCKS,
     **GRID_BLOCKS,
     **PAPER_BLOCKS,
     **QWEN_BLOCKS,
     **ADAPTER_BLOCKS,
+    **HOST_BLOCKS,
 }
 """By the name in a page's marker: the function that makes the block's Markdown."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 Cell = float | None
 """None: the paper has a dash, which means that the method ran out of memory."""
 
-OPT_SIZES = ("125m", "350m", "1.3b", "2.7b", "6.7b", "13b", "30b", "66b", "175b")
-
 ZO_TABLE_1: dict[tuple[str, str], tuple[Cell, Cell, Cell, Cell]] = {
     # (size, dtype): MeZO MB, ZO MB, MeZO tokens/s, ZO tokens/s
     ("125m", "fp32"): (3091, 2941, 14889, 13074),

@@ -1,7 +1,8 @@
 """The blocks of the pages that set our rows beside the papers' own figures.
 
 A cell is `paper / ours`. Ours is the newest run that has all cases of a line, at full depth; where there is none, the
-cell says so. Ratios are within one run.
+cell says so. Ratios are within one run. Where no line of a table is measured, rows of a model with fewer layers are a
+line of their own.
 """
 
 from __future__ import annotations
@@ -11,26 +12,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import paper_figures as paper
-from ds_zo.bench.contenders import ALL
-from ds_zo.bench.report import contenders, host_gb, reason_of, shown, title_of
-from ds_zo.records.rows import Row, read_objects, table
+from benchmarks.lsp_speed import FIGURE_5
+from benchmarks.sources import RATIOS, STEPS, gb, ms, ratio, read_rows, source, speed, suite
+from ds_zo.bench.report import planned_host_gb
+from ds_zo.records.rows import Row, table
 
 RESULTS = Path(__file__).parent / "results"
 NOT_MEASURED = "not measured"
 ZO_FILES = ("h200_zo_full.jsonl", "h200_zo_targets.jsonl")
-LOMO_FILE, CHECKPOINT_FILE, FIGURE_5_FILE = "h200_lomo.jsonl", "h200_checkpoint_speed.jsonl", "h200_lsp_figure5.jsonl"
+LOMO_FILE, CHECKPOINT_FILE = "h200_lomo.jsonl", "h200_checkpoint_speed.jsonl"
+LSP_FILES = ("h200_lsp_figure5.jsonl", "h200_lsp.jsonl")
 LOMO_PLANS = "cpu_lomo_plans.jsonl"
-LEAN = RESULTS / "lean"
 _GIB = 2**30
 _METHODS = {"adamw_master": "AdamW", "sgd_master": "SGD", "lomo": "LOMO"}
+_CELLS = "Cells are paper / ours."
 
 
 def rows_of(*files: str) -> list[Row]:
     """The rows of the files that there are, the oldest first."""
-    return [row for file in reversed(files) if (RESULTS / file).exists() for row in read_objects(RESULTS / file)]
+    return [row for file in reversed(files) for row in read_rows(file, folder=RESULTS)]
 
 
-def in_one_run(rows: Sequence[Row], *cases: str, key: str = "tokens_per_s") -> dict[str, Row] | None:
+def in_one_run(
+    rows: Sequence[Row], *cases: str, key: str = "tokens_per_s", at_full_depth: bool = True
+) -> dict[str, Row] | None:
     """Rows of these cases in the newest run that has all of them, measured and at full depth; None: no run has."""
     for run in sorted({row["run_id"] for row in rows}, reverse=True):
         found = {
@@ -39,30 +44,29 @@ def in_one_run(rows: Sequence[Row], *cases: str, key: str = "tokens_per_s") -> d
             if row["run_id"] == run and row["case"] in cases and row["status"] == "ok" and row.get(key) is not None
         }
         is_full = all(row.get("full_layers") in (None, row.get("layers")) for row in found.values())
-        if is_full and len(found) == len(set(cases)):
+        if (is_full or not at_full_depth) and len(found) == len(set(cases)):
             return found
     return None
 
 
-def both(theirs: float | None, ours: float | None, form: str = "{:,.0f}") -> str:
+def both(theirs: float | None, ours: str | None, form: str = "{:,.0f}") -> str:
     first = "out of memory" if theirs is None else form.format(theirs)
-    return f"{first} / {NOT_MEASURED if ours is None else form.format(ours)}"
+    return f"{first} / {NOT_MEASURED if ours is None else ours}"
 
 
-def over(row: Row | None, base: Row | None) -> float | None:
-    return None if row is None or base is None else float(row["tokens_per_s"] / base["tokens_per_s"])
+def over(found: Mapping[str, Row], name: str, base: str) -> str | None:
+    return None if name not in found or base not in found else ratio(found[name], found[base])
 
 
-def _ratio(theirs: float | None, base: float | None) -> float | None:
-    return None if theirs is None or base is None else theirs / base
+def _times(theirs: float | None, ours: str | None) -> str:
+    if theirs is None and ours is None:
+        return ""
+    return f"{'' if theirs is None else f'{theirs:.2f}'} / {NOT_MEASURED if ours is None else ours}"
 
 
-def _block(said: str, heads: Sequence[str], body: Sequence[Sequence[str]], used: Sequence[Row], *files: str) -> str:
-    """A table with its conditions before it and its rows after it."""
-    runs = sorted({row["run_id"] for row in used})
-    links = ", ".join(f"[{file}](../benchmarks/results/{file})" for file in files if (RESULTS / file).exists())
-    named = f", {'run' if len(runs) == 1 else 'runs'} {', '.join(runs)}" if runs else ""
-    return "\n\n".join([said, table(heads, body), f"Rows: {links or NOT_MEASURED}{named}."])
+def _block(said: str, heads: Sequence[str], body: Sequence[Sequence[str]], used: Sequence[Row], *commands: str) -> str:
+    """A table with its conditions before it, its rows and their commands after it."""
+    return "\n\n".join([said, table(heads, body), source(used, *commands)])
 
 
 # ZO
@@ -72,77 +76,126 @@ def zo_1() -> str:
     rows, used, body = rows_of(*ZO_FILES), list[Row](), []
     for (size, dtype), (mezo_mb, zo_mb, mezo_speed, zo_speed) in paper.ZO_TABLE_1.items():
         names = [f"t1.{size}.{dtype}.{method}" for method in ("mezo", "zo")]
+        title, in_fp8 = f"OPT-{size.upper()}, {dtype}", f"t1.{size}.fp8.zo"
         found = in_one_run(rows, *names) or in_one_run(rows, names[1]) or {}
-        mezo, ours = (found.get(name) for name in names)
+        if not found and dtype == "fp16" and (narrow := in_one_run(rows, in_fp8)) is not None:
+            found, title = {names[1]: narrow[in_fp8]}, f"{title}, ours with blocks in fp8"
         used += found.values()
-        mezo_gb, our_gb = (None if row is None else row["peak_gb"] for row in (mezo, ours))
-        speeds = [None if row is None else row["tokens_per_s"] for row in (mezo, ours)]
+        cells = [_measured_or_needed(rows, found, name, used) for name in names]
         body.append(
             [
-                f"OPT-{size.upper()}, {dtype}",
-                both(mezo_mb and mezo_mb / 1e3, mezo_gb, "{:.1f}"),
-                both(zo_mb and zo_mb / 1e3, our_gb, "{:.1f}"),
-                both(mezo_speed, speeds[0]),
-                both(zo_speed, speeds[1]),
-                _times(_ratio(zo_speed, mezo_speed), over(ours, mezo)),
+                title,
+                both(mezo_mb and mezo_mb / 1e3, cells[0][0], "{:.1f}"),
+                both(zo_mb and zo_mb / 1e3, cells[1][0], "{:.1f}"),
+                both(mezo_speed, cells[0][1]),
+                both(zo_speed, cells[1][1]),
+                _times(None if mezo_speed is None else (zo_speed or 0) / mezo_speed, over(found, names[1], names[0])),
             ]
         )
     said = (
-        "Tokens/s and GPU memory in GB, one sequence of 2,048 tokens. The paper's card is an A100 of 80 GB; ours is an "
-        "H200, all blocks streamed, `master: wire`. Cells are paper / ours:"
+        "Tokens/s of the median step and GPU memory in GB, random weights, one sequence of 2,048 tokens. The paper's "
+        "card is an A100 of 80 GB; ours is an H200, all blocks streamed, `master: wire`. A case that `would "
+        f"take` more memory than our machine has was not run. {_CELLS} {STEPS} Ratios are of one run; their range is "
+        "that of both sides."
     )
     heads = ["", "MeZO GB", "ZO GB", "MeZO tokens/s", "ZO tokens/s", "ZO / MeZO"]
-    return _block(said, heads, body, used, *ZO_FILES)
+    commands = [suite("zo_speed", "preset full", only=r"^t1\.")]
+    if any(row["case"].endswith(".whole") for row in used):
+        commands.append(suite("zo_speed", "preset paper", only=r"^t1\..*\.whole$"))
+    return _block(said, heads, body, used, *commands)
 
 
-def _times(theirs: float | None, ours: float | None) -> str:
-    if theirs is None and ours is None:
-        return ""
-    return f"{'' if theirs is None else f'{theirs:.2f}'} / {NOT_MEASURED if ours is None else f'{ours:.2f}'}"
+def _measured_or_needed(
+    rows: Sequence[Row], found: Mapping[str, Row], name: str, used: list[Row]
+) -> tuple[str | None, str | None]:
+    """GPU memory and tokens/s of a case. Of one that no machine of ours holds: what it would take, from its row."""
+    if name in found:
+        return gb(found[name]["peak_gb"]), speed(found[name])
+    for row in reversed([row for row in rows if row["case"] == f"{name}.whole"]):
+        planned = planned_host_gb(row)
+        if planned is None and row.get("needs_gb") is None:
+            continue
+        used.append(row)
+        needed = f"{row['needs_gb']:.0f} GB" if planned is None else f"{float(planned[0]):.0f} GB of host memory"
+        return f"would take {needed}", "not run"
+    return None, None
 
 
 def zo_2() -> str:
     rows, used, body = rows_of(*ZO_FILES), list[Row](), []
+    features = ("no_overlap", "no_reuse_buffers", "no_fuse_update")
+
+    def ours(prefix: str, *, at_full_depth: bool) -> list[str | None]:
+        pairs = [(f"{prefix}.1.{feature}", f"{prefix}.1.all") for feature in features]
+        cells = []
+        for names in (*pairs, (f"{prefix}.1.all", f"{prefix}.mezo")):
+            found = in_one_run(rows, *names, at_full_depth=at_full_depth) or {}
+            used.extend(found.values())
+            cells.append(over(found, *names))
+        return cells
+
     for size, (mezo, *without, whole) in paper.ZO_TABLE_5.items():
-        cells = [f"OPT-{size.upper()}"]
-        for theirs, feature in zip(without, ("no_overlap", "no_reuse_buffers", "no_fuse_update"), strict=True):
-            names = f"t2.{size}.1.{feature}", f"t2.{size}.1.all"
-            found = in_one_run(rows, *names) or {}
-            used += found.values()
-            cells.append(_times(theirs / whole, over(found.get(names[0]), found.get(names[1]))))
-        names = f"t2.{size}.1.all", f"t2.{size}.mezo"
-        found = in_one_run(rows, *names) or {}
-        body.append([*cells, _times(_ratio(whole, mezo), over(found.get(names[0]), found.get(names[1])))])
+        theirs = [*(value / whole for value in without), None if mezo is None else whole / mezo]
+        cells = map(_times, theirs, ours(f"t2.{size}", at_full_depth=True))
+        body.append([f"OPT-{size.upper()}", *cells])
+    preset = "full"
+    if not used:
+        cut = ours("t2", at_full_depth=False)
+        body += _cut_line(cut, used)
+        preset = "paper"
     said = (
         "Throughput with one feature off, as a share of that with all features; the last column is all features beside "
-        "MeZO. Blocks are written back every step, as in the paper. The paper's models are in float32, ours in fp16. "
-        "Cells are paper / ours:"
+        "MeZO. Blocks are written back every step, as in the paper. One H200, random weights, one sequence of 2,048 "
+        f"tokens. The paper's models are in float32, ours in fp16. {_CELLS} {RATIOS}"
     )
     heads = ["", "no overlap", "no reusable memory", "no efficient update", "all features / MeZO"]
-    return _block(said, heads, body, used, *ZO_FILES)
+    return _block(said, heads, body, used, suite("zo_speed", f"preset {preset}", only=r"^t2\."))
+
+
+def _cut_line(ours: Sequence[str | None], used: Sequence[Row], more: str = "") -> list[list[str]]:
+    """The line of a model with fewer layers than the paper's; nothing without rows."""
+    if not used:
+        return []
+    row = used[-1]
+    title = f"{row['shape'].upper()}{more}, {row['layers']} of {row['full_layers']} layers"
+    return [[title, *(_times(None, cell) for cell in ours)]]
 
 
 def zo_3() -> str:
     rows, used, body = rows_of(*ZO_FILES), list[Row](), []
+
+    def ours(prefix: str, *, at_full_depth: bool) -> list[str | None]:
+        cells = []
+        for wire in ("fp16", "bf16", "fp8"):
+            names = f"{prefix}.{wire}", f"{prefix}.fp32"
+            found = in_one_run(rows, *names, at_full_depth=at_full_depth) or {}
+            used.extend(found.values())
+            cells.append(over(found, *names))
+        return cells
+
     for (compute, size), (plain, *narrow) in paper.ZO_TABLE_9.items():
-        cells = [f"OPT-{size.upper()}, {compute}"]
-        for theirs, wire in zip(narrow, ("fp16", "bf16", "fp8"), strict=True):
-            names = f"amp.{size}.{compute}.{wire}", f"amp.{size}.{compute}.fp32"
-            found = in_one_run(rows, *names) or {}
-            used += found.values()
-            cells.append(_times(theirs / plain, over(found.get(names[0]), found.get(names[1]))))
-        body.append(cells)
+        cells = map(_times, [value / plain for value in narrow], ours(f"amp.{size}.{compute}", at_full_depth=True))
+        body.append([f"OPT-{size.upper()}, {compute}", *cells])
+    preset = "full"
+    if not used:
+        for compute in ("fp16", "bf16"):
+            cut = ours(f"amp.{compute}", at_full_depth=False)
+            body += _cut_line(cut, used, f", {compute}")
+        preset = "paper"
     said = (
-        "A float32 model computed under autocast: throughput with blocks stored and moved in fewer bits, as a share of "
-        "that in float32. Cells are paper / ours:"
+        "A float32 model computed under autocast in the dtype that a line names: throughput with blocks stored and "
+        "moved in fewer bits, as a share of that in float32. One H200, random weights, one sequence of 2,048 tokens, "
+        f"`master: wire`. {_CELLS} {RATIOS}"
     )
-    return _block(said, ["", "blocks in fp16", "in bf16", "in fp8"], body, used, *ZO_FILES)
+    heads = ["", "blocks in fp16", "in bf16", "in fp8"]
+    return _block(said, heads, body, used, suite("zo_speed", f"preset {preset}", only=r"^amp\."))
 
 
 def zo_6() -> str:
     rows, used, body = rows_of(CHECKPOINT_FILE), list[Row](), []
     places = {row["run_id"]: row for row in rows if row["case"] == "disk"}
     for run, disk in places.items():
+        used.append(disk)
         rate = disk.get("disk_gbps_threads") or disk["disk_gbps"]
         for size, (mezo, mezo_saved, zo, zo_saved, zo_async) in paper.ZO_TABLE_6.items():
             of_run = [row for row in rows if row["run_id"] == run]
@@ -155,19 +208,21 @@ def zo_6() -> str:
                 names = f"opt-{size}/{saved}", f"opt-{size}/{plain}"
                 found = in_one_run(of_run, *names) or {}
                 used += found.values()
-                cells.append(_times(theirs, over(found.get(names[0]), found.get(names[1]))))
-            body.append(cells)
+                cells.append(_times(theirs, over(found, *names)))
+            body.append([*cells, run])
     said = (
-        "Throughput with a save every 10 steps, as a share of that without. Our lines name the speed of the file "
-        "system: a real disk, and one in memory with the writer's threads. The paper names neither its interval nor "
-        "its disk. Cells are paper / ours:"
+        "Throughput with a save every 10 steps, as a share of that without. One H200, random weights, bf16, one "
+        "sequence of 2,048 tokens, all of ZO's blocks streamed, `master: wire`. Our lines name the speed of the file "
+        "system: the slower is a disk, the faster is in memory and has the writer's threads. The paper names neither "
+        "its interval nor its disk. Steps are timed as a whole, from the first save to the end of the last, so that "
+        f"there is no spread. {_CELLS}"
     )
-    heads = ["", "MeZO, torch.save", "ZO, torch.save", "ZO, asynchronous"]
-    return _block(said, heads, body, used, CHECKPOINT_FILE)
+    heads = ["", "MeZO, torch.save", "ZO, torch.save", "ZO, asynchronous", "run"]
+    return _block(said, heads, body, used, suite("checkpoint_speed", "table --folder DIR"))
 
 
 def zo_7_8() -> str:
-    rows, used, body = rows_of(*ZO_FILES), list[Row](), []
+    rows, used, body, has_swept = rows_of(*ZO_FILES), list[Row](), [], False
     for (batch, length), by_size in paper.ZO_TABLES_7_8.items():
         for size, (mezo_mb, zo_mb, mezo_speed, zo_speed) in by_size.items():
             of_mezo = f"t78.{size}.mezo"
@@ -175,24 +230,29 @@ def zo_7_8() -> str:
                 in_one_run(rows, name, of_mezo) for name in (f"t78.{size}.zo.{batch}x{length}", f"t78.{size}.zo")
             )
             found = alone or swept or {}
+            has_swept |= alone is None and swept is not None
+            used += found.values()
             mezo = found.get(of_mezo)
             ours = next((row for row in found.values() if row is not mezo), None)
             ours, mezo = (_point(row, batch, length) for row in (ours, mezo))
-            used += found.values()
-            memory = [None if row is None else row["peak_gb"] for row in (mezo, ours)]
+            memory = [None if row is None else gb(row["peak_gb"]) for row in (mezo, ours)]
             body.append(
                 [
                     f"OPT-{size.upper()}, {batch} x {length:,}",
                     both(mezo_mb / 1e3, memory[0], "{:.1f}"),
                     both(zo_mb / 1e3, memory[1], "{:.1f}"),
-                    _times(zo_speed / mezo_speed, over(ours, mezo)),
+                    _times(zo_speed / mezo_speed, None if ours is None or mezo is None else ratio(ours, mezo)),
                 ]
             )
     said = (
-        "Batches and lengths: GPU memory in GB, and ZO's throughput as a multiple of MeZO's. The paper's models are in "
-        "float32, ours in fp16. Cells are paper / ours:"
+        "Batches and lengths: GPU memory in GB, and ZO's throughput as a multiple of MeZO's. One H200, random weights, "
+        "all of ZO's blocks streamed, `master: wire`. The paper's models are in float32, ours in fp16. "
+        f"{_CELLS} {RATIOS}"
     )
-    return _block(said, ["", "MeZO GB", "ZO GB", "ZO / MeZO"], body, used, *ZO_FILES)
+    if has_swept:
+        said += " In these rows one engine ran all inputs of a model; the command starts an engine for each input."
+    command = suite("zo_speed", "preset full", only=r"^t78\.")
+    return _block(said, ["", "MeZO GB", "ZO GB", "ZO / MeZO"], body, used, command)
 
 
 def _point(row: Row | None, batch: int, length: int) -> Row | None:
@@ -209,17 +269,19 @@ def zo_10() -> str:
         cells = [case.removeprefix("t10."), f"{length:,}"]
         if row["status"] == "ok":
             cap = "none" if row.get("cap_gb") is None else f"{row['cap_gb']:g}"
-            each_ms = f"{1e3 * row['step_s'] / row['layers']:.0f}"
-            cells += [f"{row['layers']} of {row['full_layers']}", cap, f"{row['peak_gb']:.1f}", each_ms]
+            cells += [f"{row['layers']} of {row['full_layers']}", cap, gb(row["peak_gb"]), ms(row)]
+            cells.append(f"{1e3 * row['step_s'] / row['layers']:.0f}")
         else:
-            cells += ["", "", str(row["status"]), ""]
-        body.append(cells)
+            cells += ["", "", str(row["status"]), "", ""]
+        body.append([*cells, row["run_id"]])
     said = (
-        "Models of more than 100 billion parameters: true layers and edges, as many layers as the host holds. The "
-        "figures of the paper's Table 10 are not in the text that this page is made from:"
+        "Models of more than 100 billion parameters on one H200: layers and embeddings of the true size, random "
+        "weights, as many layers as the host's memory holds, all blocks streamed, `master: wire`, OPT in fp16, blocks "
+        f"of BLOOM in fp8. The paper's figures of Table 10 are not shown. The time is that of the median step. {STEPS}"
     )
-    heads = ["", "tokens", "layers", "limit GB", "GPU GB", "ms a layer"]
-    return _block(said, heads, body, list(newest.values()), *ZO_FILES)
+    heads = ["", "tokens", "layers", "limit GB", "GPU GB", "ms a step", "ms a layer", "run"]
+    command = suite("zo_speed", "preset paper --host-gb 100", only=r"^t10\.")
+    return _block(said, heads, body, list(newest.values()), command)
 
 
 # LOMO
@@ -232,15 +294,18 @@ def lomo_1() -> str:
         row = (in_one_run(rows, name, key="total_gb") or {}).get(name)
         used += [row] if row is not None else []
         parts = ("parameters_gb", "gradients_gb", "states_gb", "activations_gb", "total_gb")
-        ours = [None if row is None else row[part] * 1e9 / _GIB for part in parts]
+        ours = [None if row is None else f"{row[part] * 1e9 / _GIB:.2f}" for part in parts]
+        if row is not None and not row["fits"]:
+            ours[-1] = f"{ours[-1]} (sum)"
         title = f"{_METHODS[method]}{', checkpointed' if checkpointed else ''}"
         body.append([title, *(both(a, b, "{:.2f}") for a, b in zip(figures, ours, strict=True))])
     said = (
-        "GiB of GPU memory for LLaMA-7B at 8 x 512 tokens. Parts are computed from the tensors, the total is the "
-        "allocator's peak; where the card is too small, the total is the sum. Cells are paper / ours:"
+        "GiB of GPU memory for LLaMA-7B with random weights in bf16, 8 x 512 tokens, plain attention, on one H200. "
+        "Parts are computed from the tensors; the total is the allocator's peak in one step, so that it has no spread. "
+        f"A total that the card does not hold is the sum of its parts, and says so. {_CELLS}"
     )
     heads = ["", "parameters", "gradients", "optimizer states", "activations", "total"]
-    return _block(said, heads, body, used, LOMO_FILE)
+    return _block(said, heads, body, used, suite("lomo_speed", "run --preset paper", only="paper/memory"))
 
 
 def lomo_2() -> str:
@@ -250,149 +315,120 @@ def lomo_2() -> str:
         name = f"paper/speed-{size}-{method}"
         row = (in_one_run(rows, name) or {}).get(name)
         used += [row] if row is not None else []
-        ours = (None, None) if row is None else (row["peak_gb"], row["tokens_per_s"])
+        ours = (None, None) if row is None else (gb(row["peak_gb"]), speed(row))
         plan = plans.get(f"plan/{size}-{method}-{cards}")
         cells = [f"LLaMA-{size.upper()}, {_METHODS[method]}", f"{cards} x RTX 3090 / 1 x H200"]
         planned = "" if plan is None else f"{plan['peak_gb']:.1f} GB, {plan['tokens_per_s']:,.0f} tokens/s"
         body.append([*cells, both(theirs_gb, ours[0], "{:.1f}"), both(theirs, ours[1]), planned])
     said = (
-        "GB and tokens/s of each card, 1 x 1,024 tokens. Ours is one H200 throughout. Runs on several cards are not "
-        "measured: lines with other numbers of cards show that a model fits, and no ratio. The last column is computed "
-        "by `ds-zo plan` for as many H200 as the paper has cards, with LOMO at ZeRO stage 3: memory and speed of each "
-        "card, where no collective overlaps with computing. It has no estimate of AdamW and SGD at stage 3 without "
-        "offload. Other cells are paper / ours:"
+        "GPU memory in GB and tokens/s of each card, random weights in bf16, 1 x 1,024 tokens, activation "
+        "checkpointing. Ours is one H200 throughout. Runs on several cards are not measured: lines with other numbers "
+        "of cards show that a model fits, and no ratio. The last column is computed by `ds-zo plan` for as many H200 "
+        "as the paper has cards, with LOMO at ZeRO stage 3: memory and speed of each card, where no collective "
+        "overlaps with computing. The planner has no estimate of AdamW and SGD at stage 3 without offload. Other cells "
+        f"are paper / ours. Speed is that of the median step. {STEPS}"
     )
-    return _block(said, ["", "cards", "GB", "tokens/s", "planned"], body, used, LOMO_FILE, LOMO_PLANS)
+    commands = suite("lomo_speed", "run --preset paper", only="paper/speed"), suite("lomo_plans", "")
+    used += plans.values()
+    return _block(said, ["", "cards", "GB", "tokens/s", "planned"], body, used, *commands)
 
 
-def lomo_lora(rows: Mapping[str, Mapping[str, Sequence[float]]], *, tasks: Mapping[str, str], link: str) -> str:
-    """LOMO beside LoRA by task, in words. `rows`: by method and task, the test scores of its seeds."""
-    better, worse = list[str](), list[str]()
+def lomo_lora(rows: Mapping[str, Mapping[str, Sequence[float]]], *, tasks: Mapping[str, str]) -> str:
+    """LOMO beside LoRA: a table by task, and who wins in words. `rows`: by method and task, the test scores of its
+    seeds."""
+    verdicts: dict[str, list[str]] = {"LOMO": [], "LoRA": [], "neither": []}
+    body = []
     for task, title in tasks.items():
-        lomo, lora = (statistics.mean(rows[method][task]) for method in ("lomo", "lora"))
-        lower_is_better = task == "alpaca"
-        ahead = lomo < lora if lower_is_better else lomo > lora
-        scores = f"{lomo:.2f} and {lora:.2f} perplexity" if lower_is_better else f"{lomo:.1%} and {lora:.1%}"
-        (better if ahead else worse).append(f"{title} ({scores})")
-    return (
-        f"LOMO loses to LoRA on {', '.join(worse) or 'no task'}, and wins on {', '.join(better) or 'no task'}: "
-        f"test scores of LOMO and of LoRA, means over seeds, each at the rate chosen for it. {link}"
-    )
+        lomo, lora = (rows[method][task] for method in ("lomo", "lora"))
+        is_perplexity = task == "alpaca"
+        ahead = (statistics.mean(lomo) < statistics.mean(lora)) == is_perplexity
+        overlap = min(lomo) <= max(lora) and min(lora) <= max(lomo)
+        better = "neither" if overlap else "LOMO" if ahead else "LoRA"
+        verdicts[better].append(title)
+        cells = (_mean_and_range(scores, is_perplexity) for scores in (lomo, lora))
+        body.append([f"{title}{', perplexity' if is_perplexity else ''}", *cells, better])
+    won, lost, level = (", ".join(found) or "no task" for found in verdicts.values())
+    said = f"LOMO loses to LoRA on {lost}, and wins on {won}. The ranges of their seeds overlap on {level}."
+    return "\n\n".join([table(["", "LOMO", "LoRA", "better"], body), said])
+
+
+def _mean_and_range(values: Sequence[float], is_perplexity: bool) -> str:
+    form = "{:.2f}" if is_perplexity else "{:.1%}"
+    mean, least, most = (form.format(value) for value in (statistics.mean(values), min(values), max(values)))
+    return f"{mean} ({least} to {most})"
 
 
 # LSP
 
+_OFFLOADS = ("zero2-offload", "zero2-offload-bf16")
+_FIGURE_5_COMMAND = suite("lsp_speed", "run --preset figure5")
+_OWN_COMMAND = suite("lsp_speed", "run --preset issue", only="^issue/(1.3b|3b)/4")
+
 
 def lsp_5() -> str:
-    rows, used, body = rows_of(FIGURE_5_FILE), list[Row](), []
+    rows, used, body = rows_of(*LSP_FILES), list[Row](), []
+    inputs = {shape: f"{batch} x {length:,}" for shape, batch, length in FIGURE_5}
     for shape, (title, theirs) in paper.LSP_FIGURE_5.items():
-        cells = [f"{title} / {shape}", f"{theirs:.2f}"]
-        for link in ("own", "20", "10"):
-            for other in ("zero2-offload", "zero2-offload-bf16"):
-                names = f"figure5/{link}/{shape}/lsp-512", f"figure5/{link}/{shape}/{other}"
-                found = in_one_run(rows, *names) or {}
-                used += found.values()
-                ours = over(found.get(names[0]), found.get(names[1]))
-                cells.append(NOT_MEASURED if ours is None else f"{ours:.2f}")
-        body.append(cells)
+        prefixes = [f"figure5/{link}/{shape}" for link in ("own", "20", "10")]
+        body.append([f"{title} / {shape}, {inputs[shape]}", f"{theirs:.2f}", *_over_offload(rows, prefixes, used)])
+    for size in ("1.3b", "3b"):
+        cells = _over_offload(rows, [f"issue/{size}/4+1"], used)
+        if cells[0] != NOT_MEASURED:
+            body.append([f"no case of the paper / llama-{size}, 4 x 1,024", "", *cells, *[NOT_MEASURED] * 4])
     said = (
-        "LSP's throughput (d = 512) over ZeRO-Offload's. The paper's cards have links of 10 to 20 GB/s, ours is an "
-        "H200 on its own link, then with copies slowed down to such links. ZeRO-Offload has float32 states, as in the "
-        "paper, or bf16 states. The paper's ratios are in the order of its text:"
+        "LSP's throughput (d = 512, random projectors) over ZeRO-Offload's (stage 2), random weights, bf16, activation "
+        "checkpointing, clipping 1.0. The paper's cards have links of 10 to 20 GB/s, ours is an H200 on its own link, "
+        "then with copies slowed down to such links. ZeRO-Offload has float32 states, as in the paper, or bf16 states. "
+        f"The paper's ratios are in the order of its text. {RATIOS}"
     )
     links = ("own link", "20 GB/s", "10 GB/s")
-    heads = ["paper's case / our shape", "paper"]
+    heads = ["paper's case / our shape and tokens", "paper"]
     heads += [f"{link}, {states} states" for link in links for states in ("float32", "bf16")]
-    return _block(said, heads, body, used, FIGURE_5_FILE)
+    return _block(said, heads, body, used, _FIGURE_5_COMMAND, _OWN_COMMAND)
+
+
+def _over_offload(rows: Sequence[Row], prefixes: Sequence[str], used: list[Row]) -> list[str]:
+    """LSP's speed over that of ZeRO-Offload in its two forms, for each group of cases."""
+    cells = []
+    for names in ((f"{prefix}/lsp-512", f"{prefix}/{other}") for prefix in prefixes for other in _OFFLOADS):
+        found = in_one_run(rows, *names) or {}
+        used += found.values()
+        cells.append(over(found, *names) or NOT_MEASURED)
+    return cells
 
 
 def lsp_6() -> str:
-    newest = {row["case"]: row for row in rows_of(FIGURE_5_FILE) if row.get("apart_step_s") is not None}
+    """Parts of a step, of rows of Figure 5 and of the newest run that takes LSP and ZeRO-Offload apart."""
+    rows = rows_of(*LSP_FILES)
+    used = list({row["case"]: row for row in rows if row["case"].startswith("figure5/") and "rest_s" in row}.values())
+    own = [f"issue/1.3b/4+1/{name}" for name in ("lsp-512", "zero2-offload")]
+    used += (in_one_run(rows, *own, key="rest_s") or {}).values()
     body = []
-    for case, row in newest.items():
-        _, link, shape, name = case.split("/")
-        parts = [row.get(key) for key in ("rest_s", "exposed_copy_s", "exposed_cpu_s", "apart_step_s")]
-        cells = [f"{shape}, {name}", "own" if link == "own" else f"{link} GB/s"]
+    for row in used:
+        link = row["case"].split("/")[1] if row["case"].startswith("figure5/") else "own"
+        step_s = row.get("apart_step_s") or row["step_s"]
+        parts = [*(row.get(key) for key in ("rest_s", "exposed_copy_s", "exposed_cpu_s")), step_s]
+        spread = row.get("exposed_spread_s")
         body.append(
-            [*cells, *("" if s is None else f"{1e3 * s:,.0f}" for s in parts), f"{1e3 * row['exposed_spread_s']:.0f}"]
+            [
+                f"{row['shape']}, {row['batch']} x {row['length']:,}, {row['case'].rpartition('/')[2]}",
+                "own" if link == "own" else f"{link} GB/s",
+                *("" if s is None else f"{1e3 * s:,.0f}" for s in parts),
+                NOT_MEASURED if spread is None else f"{1e3 * spread:.0f}",
+                row["run_id"],
+            ]
         )
     said = (
-        "Milliseconds of a step: the GPU's part, and what the step waits for copies and for the CPU beyond it. The "
-        "parts add up to the step. For ZeRO-Offload, copies are in the GPU's part. The paper draws these parts, and "
-        "prints one figure: LSP halves the time of an iteration."
+        "Milliseconds of a median step: the GPU's part, and what the step waits for copies and for the CPU beyond it. "
+        "The parts add up to the step. A part is the difference of two measured times, so that noise makes small ones "
+        "negative. For ZeRO-Offload, copies are in the GPU's part. One H200, random weights, bf16, activation "
+        "checkpointing, d = 512. The paper draws these parts, and prints one figure: LSP halves the time of an "
+        "iteration."
     )
-    heads = ["", "link", "GPU", "copies", "CPU", "step", "spread"]
+    heads = ["", "link", "GPU", "copies", "CPU", "step", "spread of a part", "run"]
     if not body:
         body = [[NOT_MEASURED, *[""] * (len(heads) - 1)]]
-    return _block(said, heads, body, list(newest.values()), FIGURE_5_FILE)
-
-
-# Head to head in the least memory
-
-
-def lean() -> str:
-    """A table for each folder of `results/lean`: rows of `launch/compare.py`."""
-    from ds_zo.bench.compare import last_run
-
-    found = sorted(path.parent for path in LEAN.glob("*/rows.jsonl"))
-    blocks = []
-    for folder in found:
-        rows = last_run(folder / "rows.jsonl", None)
-        body = []
-        for row in contenders(rows):
-            cells = [row["contender"]]
-            if row["status"] == "ok":
-                steps = f"{1e3 * row['step_s_min']:,.0f} to {1e3 * row['step_s_max']:,.0f}, {len(row['seconds'])} steps"
-                cells += [f"{row['tokens_per_s_mean']:,.0f}", f"{1e3 * row['step_s']:,.0f} ({steps})"]
-                cells += [shown(row.get("peak_gb")), shown(host_gb(row)), row["settings"]]
-            else:
-                cells += [reason_of(row), "", "", "", row["settings"]]
-            body.append(cells)
-        heads = ["", "tokens/s", "step ms", "GPU GB", "host GB", "set up as"]
-        file = f"lean/{folder.name}/rows.jsonl"
-        made = _block(f"{title_of(rows)}:", heads, body, rows[:1], file)
-        blocks.append("\n\n".join(words for words in (made, beside_stock(contenders(rows))) if words))
-    return "\n\n".join(blocks) or f"{NOT_MEASURED.capitalize()}."
-
-
-def beside_stock(rows: Sequence[Row]) -> str:
-    """Our methods' speed over that of the fastest stock DeepSpeed that offloads, all rows of one run. Brackets: our
-    slowest timed step over their fastest, and the other way round."""
-    done = [row for row in rows if row["status"] == "ok"]
-    ours = [row for row in done if row["case"] in ALL and ALL[row["case"]].backend is not None]
-    stock = [row for row in done if row["case"].startswith(("zero", "zenflow", "superoffload"))]
-    if not ours or not stock:
-        return ""
-    other = max(stock, key=lambda row: float(row["tokens_per_s_mean"]))
-    said = []
-    for row in ours:
-        ratio = row["tokens_per_s_mean"] / other["tokens_per_s_mean"]
-        least, most = other["step_s_min"] / row["step_s_max"], other["step_s_max"] / row["step_s_min"]
-        said.append(f"{row['case']} {ratio:.2f} ({least:.2f} to {most:.2f})")
-    micro = "" if all(row["params"]["spec"].get("accumulation", 1) == 1 for row in done) else ", tokens a step equal"
-    return f"In this run{micro}, tokens/s as a multiple of {other['case']}'s: {', '.join(said)}."
-
-
-def stock_7b() -> str:
-    """Stock DeepSpeed that offloads and ours on LLaMA-7B, in words without links: the README may show them too. Rows of
-    low-memory states come first; without them, those of the head to head."""
-    from ds_zo.bench.compare import last_run
-
-    held = LEAN / "held-7b-24gb" / "rows.jsonl"
-    is_held = held.exists()
-    rows = contenders(last_run(held if is_held else RESULTS / "compare/llama-7b/uncapped/rows.jsonl", None))
-    done = {row["case"]: row for row in rows if row["status"] == "ok"}
-    names = [name for name in done if name.startswith("zero")] + [
-        name for name in ("lomo", "lsp", "zo") if name in done
-    ]
-    said = [
-        f"{ALL[name].title} {done[name]['tokens_per_s_mean']:,.0f} tokens/s, {shown(done[name]['peak_gb'])} GB of GPU "
-        f"and {shown(host_gb(done[name]))} GB of host memory"
-        for name in names
-    ]
-    started = " Stock DeepSpeed was started on the whole card: the limit holds for its steps." if is_held else ""
-    where = "steps within 24 GB" if is_held else "on the card as it is"
-    return f"LLaMA-7B, 4 x 1,024 tokens, {where}, run {rows[0]['run_id']}: {'; '.join(said)}.{started}"
+    return _block(said, heads, body, used, _FIGURE_5_COMMAND, _OWN_COMMAND)
 
 
 PAPER_BLOCKS: dict[str, Callable[[], str]] = {
@@ -406,7 +442,5 @@ PAPER_BLOCKS: dict[str, Callable[[], str]] = {
     "paper-lomo-2": lomo_2,
     "paper-lsp-5": lsp_5,
     "paper-lsp-6": lsp_6,
-    "lean": lean,
-    "stock-7b": stock_7b,
 }
 """By the name in a page's marker, as in `pages.BLOCKS`."""

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.accuracy import at_chosen_rates, best_rates, by_seed
 from benchmarks.grids import read_grid
+from benchmarks.sources import source, sweep
 from benchmarks.sweep import read_rows
 from ds_zo.records.rows import Row, table
 from ds_zo.tasks.humaneval import HumanEval, HumanEvalChat, wilson
@@ -34,7 +35,7 @@ TASKS = {"sst2": "SST-2", "rte": "RTE", "alpaca": "Alpaca, perplexity"}
 
 
 def good_rows(file: str) -> list[Row]:
-    return [row for row in read_rows(RESULTS / file) if row["status"] == "ok"]
+    return [{**row, "file": file} for row in read_rows(RESULTS / file) if row["status"] == "ok"]
 
 
 def qwen_quality() -> str:
@@ -55,7 +56,8 @@ def qwen_quality() -> str:
         f"the state that was best on dev, while up to {jobs} runs share the GPU. The memory is the most of a run:"
     )
     heads = ["", "learning rate", "steps", *TASKS.values(), "GPU GB"]
-    return _block(conditions, table(heads, body), QWEN)
+    made = source(rows, sweep("qwen", "--choose-rates --jobs 9 --device-gb 139"))
+    return "\n\n".join([conditions, table(heads, body), made])
 
 
 def qwen_code() -> str:
@@ -97,12 +99,13 @@ def qwen_code() -> str:
         "mean over seeds, and the 95% interval that so many problems give:"
     )
     heads = ["", "learning rate", "steps", "training, s", "GPU GB", "perplexity", "pass@1, %", "seeds"]
-    return _block(conditions, table(heads, body), CODE)
+    return "\n\n".join([conditions, table(heads, body), source(mine, sweep("qwen-code", f"--rates-from {QWEN}"))])
 
 
 def chosen_rates() -> str:
     """The rate that dev chose for each method, for each model that has rows."""
-    small, large = best_rates(good_rows(ACCURACY)), best_rates(good_rows(QWEN))
+    rows = good_rows(ACCURACY), good_rows(QWEN)
+    small, large = map(best_rates, rows)
     small["lsp"] = small["lsp-512"]
     methods = [name for name in NAMES if name in small and name not in ("zero-shot", "mezo")]
     models = {"SmolLM2-135M": small, **({"Qwen2.5-Coder-1.5B": large} if large else {})}
@@ -110,7 +113,8 @@ def chosen_rates() -> str:
         [NAMES[name], *(_rate(rates[name]) if name in rates else "" for rates in models.values())] for name in methods
     ]
     said = "Learning rates that dev chose of those tried, on SST-2 and RTE with one seed:"
-    return _block(said, table(["", *models], body), ACCURACY, *([QWEN] if large else []))
+    commands = [sweep(grid, "--choose-rates") for grid in ("accuracy", "qwen")[: len(models)]]
+    return "\n\n".join([said, table(["", *models], body), source([*rows[0], *rows[1]], *commands)])
 
 
 def _rate(lr: float) -> str:
@@ -132,11 +136,6 @@ def _score(rows: Sequence[Row]) -> str:
 
 def _seconds_to_best(row: Row) -> float | None:
     return next((float(p["train_s"]) for p in row["curve"] if p["step"] == row["best_step"] and "dev" in p), None)
-
-
-def _block(conditions: str, lines: str, *files: str) -> str:
-    links = ", ".join(f"[{file}](../benchmarks/results/{file})" for file in files)
-    return "\n\n".join([conditions, lines, f"Rows: {links}."])
 
 
 QWEN_BLOCKS: dict[str, Callable[[], str]] = {

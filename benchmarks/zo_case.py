@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.training_case import TrainingCase
+from benchmarks.training_case import TrainingCase, slow_host_row
 from ds_zo.bench.measure import link_gbps, measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise
 from ds_zo.planner.models import DTYPES
@@ -107,6 +107,9 @@ def run_case(**settings: Any) -> Row:
         prepared.engine.backend.block_store.may_fill_device = True
         ids, steps = token_ids(config, *case.pairs[0], where), case.fill_steps - _SETTLING_STEPS
         row["filled"] = _measure(prepared, ids, warmup=_SETTLING_STEPS, steps=steps, age=False)
+    if case.slow_host:
+        ids = token_ids(config, *case.pairs[0], where)
+        row |= slow_host_row(partial(prepared.step, ids), steps=case.steps, device=where)
     return row
 
 

@@ -269,7 +269,14 @@ def everything(*, host_gb: float = 12.0) -> list[Case]:
     return [_MACHINE_CASE, *_targets(), timeline, *_paper(host_gb)]
 
 
-PRESETS = {"targets": targets, "paper": paper, "full": full, "all": everything}
+def hosts() -> list[Case]:
+    """Resident ZO of a small model, also on two cores: its step is as long as Python takes to launch it."""
+    alike: dict[str, Any] = {"resident": True, "stream": {"master": "wire"}, "slow_host": True, "steps": 20}
+    inputs = ((1, 2048), (4, 512))
+    return [_case(f"hosts.1.3b.{b}x{t}", "opt-1.3b", batch=b, length=t, **alike) for b, t in inputs]
+
+
+PRESETS = {"targets": targets, "paper": paper, "full": full, "hosts": hosts, "all": everything}
 _MACHINE_CASE = Case("machine", MACHINE, timeout_s=90, expected_s=_MACHINE_S)
 
 

@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 def _preset(args: argparse.Namespace) -> None:
     from benchmarks.zo_presets import CASE, PRESETS, WARMUP, compiled_first, tiny
 
-    cut = args.host_gb is not None and args.preset not in ("targets", "full")
+    cut = args.host_gb is not None and args.preset in ("paper", "all")
     cases = presets.chosen(PRESETS[args.preset](**({"host_gb": args.host_gb} if cut else {})), args)
     if args.skip is None or not is_named_like("warmup", args.skip):
         cases = compiled_first(cases)

@@ -11,6 +11,7 @@ import argparse
 import ast
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 BEGIN = "<!-- structure: written by `python launch/structure.py --write`, not by hand -->"
@@ -34,14 +35,20 @@ class Module:
         text = path.read_text(encoding="utf-8")
         self.num_lines = len(text.splitlines())
         self.imported: list[tuple[str, str | None]] = []
-        """Module and, for `from module import name`, the name."""
-        for node in ast.walk(ast.parse(text)):
+        """Module and, for `from module import name`, the name. Imports for type checkers alone are left out."""
+        tree = ast.parse(text)
+        guards = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+        for_types = {id(node) for guard in guards for node in ast.walk(guard)}
+        for node in ast.walk(tree):
+            if id(node) in for_types:
+                continue
             if isinstance(node, ast.Import):
                 self.imported += [(alias.name, None) for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module is not None and node.level == 0:
                 self.imported += [(node.module, alias.name) for alias in node.names]
 
 
+@cache
 def read_modules(package: Path) -> dict[str, Module]:
     """All modules of a package, by dotted name."""
     found = [Module(path, package) for path in sorted(package.rglob("*.py"))]

@@ -6,20 +6,23 @@ import re
 import shlex
 import sys
 import xml.etree.ElementTree as ET
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import lomo_speed, lsp_speed, pages, recipe_speed, zo_speed
+from benchmarks import adapter_speed, lomo_speed, lsp_speed, pages, recipe_speed, sources, zo_speed
 from ds_zo.bench import headline
 from ds_zo.bench.compare import main as compare
+from ds_zo.records.rows import Row
 
 REPO = Path(__file__).parents[1]
 sys.path.insert(0, str(REPO / "launch"))
 import draw_docs  # noqa: E402
+import sweep  # noqa: E402
 
-DOCS = REPO / "docs"
+DOCS, RESULTS = REPO / "docs", REPO / "benchmarks" / "results"
 NAMES = [
     "how-zo",
     "how-lomo",
@@ -59,7 +62,8 @@ def test_every_block_is_on_a_page_and_a_changed_row_changes_it(monkeypatch: pyte
     text = read("records")
     row = max((r for r in pages.rows_in(pages.LOMO) if r.get("cap_gb") == 24), key=lambda r: r["parameters"])
     monkeypatch.setitem(row, "tokens_per_s", 1234.4)
-    assert pages.filled(text) == text.replace(" 1,630 tokens/s", " 1,234 tokens/s") != text
+    new = text.replace(" 1,630 tokens/s (1,625 to 1,633,", " 1,234 tokens/s (1,231 to 1,236,")
+    assert pages.filled(text) == new != text
     with pytest.raises(ValueError, match=r"must be one of zo-speed, .* got speeds; rename it"):
         pages.filled("<!-- rows: speeds -->\n<!-- /rows -->\n")
     with pytest.raises(ValueError, match=r"needs one row, found 0 of case 9b of run r in h200_lomo.jsonl"):
@@ -80,7 +84,7 @@ def test_check_names_pages_that_are_not_current(
 
 
 def test_the_headline_of_a_page_is_that_of_the_rows() -> None:
-    results = REPO / "benchmarks" / "results" / "compare"
+    results = RESULTS / "compare"
     text, parts = read("benchmarks"), headline.read_parts([results])
     made = headline.page_text(parts, root=results, page=DOCS / "benchmarks.md", has_plot=True)
     again = "run: python launch/compare.py --headline benchmarks/results/compare --into . docs"
@@ -126,7 +130,6 @@ def numbers(svg: str) -> list[float]:
 
 
 def test_the_command_of_a_record_runs_its_row_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    suites: dict[str, Any] = {m.__name__: m.main for m in (zo_speed, lomo_speed, lsp_speed, recipe_speed)}
     for record in pages.all_records():
         assert record.row in pages.rows_in(record.file)
         program, *rest = shlex.split(record.command)
@@ -137,7 +140,7 @@ def test_the_command_of_a_record_runs_its_row_alone(capsys: pytest.CaptureFixtur
             listed = re.findall(r"^ {4}(\S+) ", said, flags=re.MULTILINE)
             assert listed == [record.row["case"]] and said.startswith(rest[rest.index("--only") + 1]), said
             continue
-        suites[rest[1]]([*rest[2:], "--list"])
+        SUITES[rest[1]]([*rest[2:], "--list"])
         cases = [line.split()[1] for line in capsys.readouterr().out.splitlines()[:-1]]
         assert [case for case in cases if case != "warmup"] == [record.row["case"]]
 
@@ -177,7 +180,7 @@ def test_words_beside_the_tables_fit_the_rows() -> None:
     assert learned[1] < -2 and min(learned[task] for task in (0, 2, 3, 4)) > -1 and min(on_dev) > -1
     assert loose[1] < learned[1] and loose[4] < learned[4], "clipping decides: RTE and Alpaca"
     assert all(row[-1] == "yes" for row in list(cells("lsp-left-out").values())[2:])
-    compared = [[float(cell) for cell in line.split("|")[4:7]] for line in pages.lsp_random().splitlines()[4:7]]
+    compared = [scores(line.split("|")[4:7]) for line in pages.lsp_random().splitlines()[4:7]]
     closer = [first > second > third for first, second, third in compared]
     assert closer == [True, True, True], "random above learned above AdamW: SmolLM2 at both sizes, and Qwen"
     loss = {name: scores(row)[1] for name, row in cells("wire-loss").items() if name.startswith(("bf", "fp"))}
@@ -186,14 +189,102 @@ def test_words_beside_the_tables_fit_the_rows() -> None:
     assert share.pop("OPT-6.7B, bf16, four sequences") < 70 and min(share.values()) > 90
 
 
-WITHOUT_ROWS = {"stock-7b", "lean", "paper-lsp-5", "paper-lsp-6"}
-"""Blocks that link to no file of rows. `stock-7b` repeats the head to head; the others wait for their rows."""
+SUITES: dict[str, Any] = {m.__name__: m.main for m in (zo_speed, lomo_speed, lsp_speed, adapter_speed, recipe_speed)}
+"""Speed suites whose `--list` prints the cases of a command."""
 
 
-def test_every_block_names_its_rows_and_their_command() -> None:
-    index = (DOCS.parent / "benchmarks" / "results" / "README.md").read_text(encoding="utf-8")
-    for name in [*NAMES, "choose", "adapters"]:
-        for found in pages.MARKED.finditer(read(name)):
-            files = re.findall(r"benchmarks/results/([\w.-]+)", found[0])
-            assert files or found[2] in WITHOUT_ROWS or not found[0].split("-->")[1].startswith("\n\n"), found[2]
-            assert [file for file in files if file not in index] == [], "the index has the command"
+def blocks() -> Iterator[tuple[str, str]]:
+    """Name and text of every block that has rows, with single spaces."""
+    for page in pages.marked_pages():
+        for found in pages.MARKED.finditer(page.read_text(encoding="utf-8")):
+            if text := " ".join(found[0].removeprefix(found[1]).removesuffix(found[3]).split()):
+                yield found[2], text
+
+
+def commands_of(text: str) -> list[list[str]]:
+    """The commands that a block names, in words."""
+    made = re.findall(r"Made by (`[^`]+`(?: and `[^`]+`)*)", text)
+    return [shlex.split(command) for said in made for command in re.findall("`([^`]+)`", said)]
+
+
+def test_every_block_names_its_rows_their_run_and_their_command() -> None:
+    index = (RESULTS / "README.md").read_text(encoding="utf-8")
+    for name, text in blocks():
+        files = re.findall(r"\]\(\.\./benchmarks/results/([\w./-]+)\)", text)
+        assert files and all((RESULTS / file).exists() for file in files), name
+        assert [file for file in files if file.partition("/")[0] not in index] == [], "the index has the command"
+        assert re.search(r"\bruns? \d{8}T\d{6}Z|\bcommits? [0-9a-f]{7}", text), name
+        if name != "records":  # a command in each line, which another test runs
+            assert text.count("Rows: ") == len(re.findall("Made by `", text)) >= 1, name
+
+
+def test_a_block_is_made_of_rows_that_its_commands_make(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without all other rows of the suites the block is the same."""
+    read, checked = sources.read_objects, set()
+    for name, text in dict(blocks()).items():
+        listed = set[str]()
+        for _, *words in commands_of(text):
+            if words[0] == "-m" and words[1] in SUITES:
+                SUITES[words[1]]([*words[2:], "--list"])
+                listed |= {line.split()[1] for line in capsys.readouterr().out.splitlines()[:-1]}
+        if not listed:
+            continue
+
+        def only_listed(path: Path, listed: set[str] = listed) -> list[Row]:
+            is_made = lambda case: case in listed or any(found.startswith(f"{case}.") for found in listed)  # noqa: E731
+            return [row for row in read(path) if row["status"] == "planned" or is_made(row["case"])]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(sources, "read_objects", only_listed)
+            pages.rows_in.cache_clear()
+            assert " ".join(pages.BLOCKS[name]().split()) == text, name
+        checked.add(name)
+    pages.rows_in.cache_clear()
+    assert {"zo-speed", "lomo-streamed", "lsp-speed", "paper-zo-1", "paper-lomo-2", "paper-lsp-6"} <= checked
+
+
+def test_other_commands_of_blocks_are_understood(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of `launch/compare.py` list their contenders; those of `launch/sweep.py` choose methods of their grid."""
+    commands = {shlex.join(command): command for _, text in blocks() for command in commands_of(text)}
+    others = [command for command in commands.values() if command[1] != "-m"]
+    assert {command[1] for command in others} == {"launch/compare.py", "launch/sweep.py"}
+    for _, script, *words in others:
+        if script == "launch/compare.py":
+            assert compare([*words, "--dry-run", "--device", "cuda"]) == 0
+            listed = re.findall(r"^ {4}(\S+) ", capsys.readouterr().out, flags=re.MULTILINE)
+            assert sorted(listed) == sorted(words[words.index("--contenders") + 1].split(","))
+        else:
+            args = sweep.parse_args([str(tmp_path) if word == "DIR" else word for word in words])
+            assert sweep.chosen_grid(args).methods
+
+
+def test_a_ratio_needs_rows_of_one_run() -> None:
+    row: Row = {
+        "run_id": "r",
+        "tokens_per_s": 100.0,
+        "step_s": 2.0,
+        "step_s_min": 1.0,
+        "step_s_max": 4.0,
+        "seconds": [1],
+    }
+    base = row | {"tokens_per_s": 50.0, "step_s": 4.0, "step_s_min": 4.0, "step_s_max": 5.0}
+    assert sources.ratio(row, base) == "2.00 (1.00 to 5.00)"
+    assert (sources.speed(row), sources.ms(row)) == ("100 (50 to 200, 1)", "2,000 (1,000 to 4,000, 1)")
+    with pytest.raises(ValueError, match=r"a ratio needs rows of one run, got r and s"):
+        sources.ratio(row, base | {"run_id": "s"})
+
+
+def test_words_beside_the_head_to_head_fit_the_rows() -> None:
+    """LLaMA-1.3B waits for the host and four ranges overlap; lomo-optim waits for the host on OPT; `master: wire`."""
+    small, opt = (
+        {row["case"]: row for row in sources.read_rows(f"compare/{model}/uncapped/rows.jsonl")}
+        for model in ("llama-1.3b", "opt-6.7b")
+    )
+    four = [small[name] for name in ("lomo", "lsp", "adamw", "sgd")]
+    assert all(row["gpu_idle_s"] > 0.5 * row["step_s"] for row in four)
+    assert max(row["step_s_min"] for row in four) < min(row["step_s_max"] for row in four)
+    assert opt["lomo-optim"]["gpu_idle_s"] > 0.8 * opt["lomo-optim"]["step_s"]
+    split, wire = (pages.row_of(pages.ZO, f"6.7b.{name}", run=pages.ZO_RUN) for name in ("split", "streamed"))
+    assert split["host_gb"] == 2 * wire["host_gb"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ds_zo.bench.contenders import ALL
-from ds_zo.bench.report import contenders, host_gb, in_table_order, planned_host_gb, reason_of, shown
+from ds_zo.bench.report import contenders, host_gb, in_table_order, planned_host_gb, reason_of, shown, speed_range
 from ds_zo.bench.runner import NOT_RUN, VOID
 from ds_zo.records.prose import wrapped
 from ds_zo.records.rows import Row
@@ -21,6 +21,9 @@ PLOT = "headline.svg"
 PICTURES = "pictures"
 """Name of a page's own folder of pictures. A site that is built from the page's folder can show only what is in it."""
 _MISSING = ""
+_RAN_ONCE = " †"
+"""Mark of a case that was run with more memory than its table's limit."""
+_CELLS = "tokens/s (slowest to fastest step, number of steps) / GPU GB / host GB"
 _SHORT = {
     "oom": "does not fit",
     "timeout": "too slow",
@@ -80,7 +83,8 @@ def write_headline(folders: Sequence[Path], *, into: Sequence[Path] = ()) -> str
 def page_text(parts: Sequence[MeasuredModel], *, root: Path, page: Path, has_plot: bool) -> str:
     """Returns the Markdown with links relative to the page's folder."""
     base = page.parent
-    return markdown(parts, root=_relative(root, base), plot=_relative(_plot_of(page, root), base) if has_plot else None)
+    plot = _relative(_plot_of(page, root), base) if has_plot else None
+    return markdown(parts, root=_relative(root, base), plot=plot, rows=_rows(parts, base))
 
 
 def pages_with_markers(into: Sequence[Path]) -> list[Path]:
@@ -119,23 +123,41 @@ def put_between_markers(file: Path, text: str) -> None:
         opened.write(before[:begin] + own + before[end:])
 
 
-def markdown(parts: Sequence[MeasuredModel], *, root: str, plot: str | None) -> str:
+def markdown(parts: Sequence[MeasuredModel], *, root: str, plot: str | None, rows: str) -> str:
+    """`rows`: the sentence that links to the rows."""
     lines = [_facts(parts), ""]
     caps = sorted({part.cap_gb for part in parts}, key=lambda cap: float("inf") if cap is None else cap)
     for cap in caps:
         of_cap = [part for part in parts if part.cap_gb == cap]
         card = "On the card as it is" if cap is None else f"Within {cap:g} GB of GPU memory"
-        lines += [f"{card}: tokens/s / GPU GB / host GB", "", *_table(of_cap), ""]
+        lines += [f"{card}: {_CELLS}", "", *_table(of_cap), ""]
+    if any(row.get("ran_with_gb") for part in parts for row in part.entrants):
+        lines += [
+            f"{_RAN_ONCE.strip()} marks a case that was run once, with more memory than the limit. If it has figures, "
+            "it never held more than the limit. If it has none, it failed in spite of the larger memory.",
+            "",
+        ]
     lines += [f"{note}\n" for note in _not_measured(parts)]
     if plot is not None:
         lines += [f"![GPU memory against speed, one panel a model]({plot})", ""]
     lines.append(
         "Circles are ours, hollow where they ran within a smaller card. Speed is the mean over the timed steps, memory "
         "its peak. ZO takes two forward passes a step and learns less from it than a gradient teaches: its speed is "
-        "not that of learning. Every contender's settings, the spread, the parts of a step, bytes moved and last words "
-        f"are under [{root}]({root}). Made by"
+        "not that of learning. Every contender's settings, the parts of a step, bytes moved and last words are under "
+        f"[{root}]({root}). {rows} Made by the command below; `--contenders NAME` selects a line:"
     )
     return wrapped("\n".join([*lines, "", "```bash", *_commands(parts, root), "```"]))
+
+
+def _rows(parts: Sequence[MeasuredModel], base: Path) -> str:
+    """Links to the rows of every column, by the run that made them. `base`: the page's folder."""
+    by_run: dict[str, list[str]] = {}
+    for part in parts:
+        name = f"{part.model.partition(',')[0]}{'' if part.cap_gb is None else f'-{part.cap_gb:g}gb'}"
+        link = _relative(part.folder / "rows.jsonl", base)
+        by_run.setdefault(part.rows[0]["run_id"], []).append(f"[{name}]({link})")
+    said = "; ".join(f"run {run}: {', '.join(links)}" for run, links in by_run.items())
+    return f"Rows: {said}. Compare figures of one run."
 
 
 def _facts(parts: Sequence[MeasuredModel]) -> str:
@@ -186,10 +208,12 @@ def _cell(row: Row | None) -> str:
     planned = planned_host_gb(row)
     if planned is not None:
         return f"would take {float(planned[0]):.0f} GB of host memory"
+    mark = _RAN_ONCE if row.get("ran_with_gb") else ""
     if row["status"] != "ok":
-        return _SHORT.get(row["status"]) or reason_of(row).removeprefix(f"{NOT_RUN}: ").replace("|", "\\|")
-    speed = f"{row['tokens_per_s_mean']:,.0f}"
-    return " / ".join([speed, shown(row.get("peak_gb")), shown(host_gb(row))])
+        short = _SHORT.get(row["status"]) or reason_of(row).removeprefix(f"{NOT_RUN}: ").replace("|", "\\|")
+        return f"{short}{mark}"
+    speed = f"{row['tokens_per_s_mean']:,.0f} ({speed_range(row)})"
+    return " / ".join([speed, shown(row.get("peak_gb")), shown(host_gb(row))]) + mark
 
 
 def _not_measured(parts: Sequence[MeasuredModel]) -> list[str]:
@@ -213,23 +237,23 @@ def _commands(parts: Sequence[MeasuredModel], root: str) -> list[str]:
         if len(made) == len(told):
             only = f" --only {','.join(made)}" if len(made) < len(tables) else ""
             # a folder other than that of these rows, which a reader wants to keep
-            return [_command(parts[0], f"--preset {name}{only} --resume", f"runs/{name}", model=False)]
+            return [command_of(parts[0].spec, f"--preset {name}{only} --resume", f"runs/{name}", model=False)]
     models = dict.fromkeys(part.model for part in parts)
     lines = []
     for model in models:
         of_model = [part for part in parts if part.model == model]
         caps = ",".join("none" if part.cap_gb is None else f"{part.cap_gb:g}" for part in of_model)
         out = Path(root) / of_model[0].folder.parent.name if len(of_model) > 1 else Path(root) / of_model[0].folder.name
-        lines.append(_command(of_model[0], f"--device-memory-gb {caps}", str(out), model=True))
+        lines.append(command_of(of_model[0].spec, f"--device-memory-gb {caps}", str(out)))
     return lines
 
 
-def _command(part: MeasuredModel, what: str, out: str, *, model: bool) -> str:
+def command_of(spec: Row, what: str, out: str, *, model: bool = True) -> str:
+    """Returns the command that makes rows of such a spec. `what`: its further arguments. `model`: names the model."""
     from ds_zo.bench.compare import add_arguments
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    spec = part.spec
     given = {key: spec[key] for key in ("steps", "warmup", "max_s", "dtype", "layers", "seed")}
     if model:
         given = {"model": spec["model"], "batch": spec["batch"], "seq": spec["length"], **given}

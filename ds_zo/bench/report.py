@@ -298,6 +298,12 @@ def _spread(row: Row) -> str:
     )
 
 
+def speed_range(row: Row) -> str:
+    """Returns tokens/s of the slowest and of the fastest timed step, and how many steps were timed."""
+    tokens = row["tokens_per_s"] * row["step_s"]
+    return f"{tokens / row['step_s_max']:,.0f} to {tokens / row['step_s_min']:,.0f}, {len(row['seconds'])}"
+
+
 def _loss(row: Row) -> str:
     losses = row.get("losses") or []
     return f"{smoothed(losses)[-1]:.3f} ({len(losses)})" if losses else ""

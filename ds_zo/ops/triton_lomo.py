@@ -1,5 +1,11 @@
 # mypy: disable-error-code="no-untyped-def"
-"""LOMO's and AdaLOMO's update of one parameter as one Triton kernel, with rounding to the parameter's dtype."""
+"""LOMO's and AdaLOMO's update of one parameter as one Triton kernel, with rounding to the parameter's dtype.
+
+[Note: vector loads] A thread loads eight neighbours by one instruction only if the compiler can see that a mask is the
+same for all of them and that their address is aligned. Sizes are not compile-time constants here. So where rows have a
+multiple of 8 elements (`WHOLE_LANES`), a kernel divides sizes by 8 and multiplies them again: the values are the same,
+and the compiler knows that 8 divides them.
+"""
 
 from __future__ import annotations
 
@@ -106,6 +112,8 @@ def _update_kernel(
     WHOLE_LANES: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    if WHOLE_LANES:
+        numel, num_cols = numel // 8 * 8, num_cols // 8 * 8  # see [Note: vector loads]
     start = tl.program_id(0).to(tl.int64) * (LANES * 8)
     within = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
     mask = start + within < numel
@@ -153,6 +161,8 @@ def _square_sum_kernel(
     WHOLE_LANES: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    if WHOLE_LANES:
+        numel, num_cols = numel // 8 * 8, num_cols // 8 * 8  # see [Note: vector loads]
     start = tl.program_id(0).to(tl.int64) * (LANES * 8)
     within = tl.arange(0, LANES)[:, None] * 8 + tl.arange(0, 8)[None, :]
     mask = start + within < numel
@@ -176,9 +186,12 @@ def _row_and_col_kernel(
     num_cols,
     num_col_tiles,
     DROPPED: tl.constexpr,
+    WHOLE_LANES: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
+    if WHOLE_LANES:
+        num_cols = num_cols // 8 * 8  # see [Note: vector loads]
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     mask = (row < num_rows)[:, None] & (col < num_cols)[None, :]
@@ -283,7 +296,12 @@ def row_and_col_square_sums_triton(g: torch.Tensor) -> tuple[torch.Tensor, torch
         tiles,
         (row_partial, col_partial, g),
         (num_rows, num_cols, tiles[1]),
-        {"DROPPED": storage_format(g.dtype).dropped_bits, "ROWS": TILE_ROWS, "COLS": TILE_COLS},
+        {
+            "DROPPED": storage_format(g.dtype).dropped_bits,
+            "WHOLE_LANES": num_cols % 8 == 0,
+            "ROWS": TILE_ROWS,
+            "COLS": TILE_COLS,
+        },
         num_warps=NUM_WARPS,
     )
     return row_partial.sum(dim=1), col_partial.sum(dim=0)

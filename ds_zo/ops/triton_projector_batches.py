@@ -13,8 +13,9 @@ itself: a value that a helper function returns has lost the mark.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +23,7 @@ import triton.language as tl
 
 from ds_zo.ops import triton_projectors as single
 from ds_zo.ops.formats import storage_format
-from ds_zo.ops.triton_launch import Launch
+from ds_zo.ops.triton_launch import launch
 from ds_zo.ops.triton_ops import _as_int32
 from ds_zo.ops.triton_projectors import gather_tile, update_rows
 
@@ -265,23 +266,20 @@ def _gathers_launch(kind: _GatherKind, rows: Sequence[tuple[int, ...]], device: 
         fields += row
         num_programs += -(-count // height) * -(-num_cols // width)
         max_depth = max(max_depth, depth)
-    return Launch(
-        _gather_batch_kernel,
-        num_programs,
-        (_table(tuple(fields), device), len(rows)),
-        ELEMENT=_ELEMENTS[dtype],
-        INDEX=tl.int32 if wide else tl.int16,
-        BY_ROW=by_row,
-        OUT_BY_COLUMN=out_by_column,
-        ALIGNED=is_aligned,
-        DROPPED=storage_format(dtype).dropped_bits,
-        ACCUMULATE=accumulate,
-        UNROLL=single.unroll(max_depth),
-        ROWS=height,
-        COLS=width,
-        num_warps=height * width // single.GATHER_ELEMENTS_PER_WARP,
-        enable_fp_fusion=False,
-    )
+    constants = {
+        "ELEMENT": _ELEMENTS[dtype],
+        "INDEX": tl.int32 if wide else tl.int16,
+        "BY_ROW": by_row,
+        "OUT_BY_COLUMN": out_by_column,
+        "ALIGNED": is_aligned,
+        "DROPPED": storage_format(dtype).dropped_bits,
+        "ACCUMULATE": accumulate,
+        "UNROLL": single.unroll(max_depth),
+        "ROWS": height,
+        "COLS": width,
+    }
+    num_warps = height * width // single.GATHER_ELEMENTS_PER_WARP
+    return _launch(_gather_batch_kernel, num_programs, (fields, len(rows)), constants, num_warps, device)
 
 
 def _updates_launch(kind: _UpdateKind, rows: Sequence[tuple[int, ...]], device: torch.device) -> Callable[..., object]:
@@ -298,23 +296,39 @@ def _updates_launch(kind: _UpdateKind, rows: Sequence[tuple[int, ...]], device: 
         rows_per_program = single.ceil_div(single.ceil_div(num_rows, num_chunks), height) * height
         fields += (num_programs, W, U, indices, values, num_rows, num_cols, rows_per_program, offset)
         num_programs += -(-num_rows // rows_per_program) * num_slabs
-    return Launch(
-        _update_batch_kernel,
-        num_programs,
-        (_table(tuple(fields), device), len(rows)),
-        ELEMENT=_ELEMENTS[dtype],
-        INDEX=tl.int32 if wide else tl.int16,
-        ALIGNED=is_aligned,
-        NONZEROS=nonzeros,
-        UNROLL=single.unroll(nonzeros),
-        DROPPED=storage_format(dtype).dropped_bits,
-        STOCHASTIC=stochastic,
-        VECTOR=by_lanes,
-        ROWS=height,
-        COLS=width,
-        num_warps=height * width // 256,
-        enable_fp_fusion=False,
-    )
+    constants = {
+        "ELEMENT": _ELEMENTS[dtype],
+        "INDEX": tl.int32 if wide else tl.int16,
+        "ALIGNED": is_aligned,
+        "NONZEROS": nonzeros,
+        "UNROLL": single.unroll(nonzeros),
+        "DROPPED": storage_format(dtype).dropped_bits,
+        "STOCHASTIC": stochastic,
+        "VECTOR": by_lanes,
+        "ROWS": height,
+        "COLS": width,
+    }
+    return _launch(_update_batch_kernel, num_programs, (fields, len(rows)), constants, height * width // 256, device)
+
+
+def _launch(
+    kernel: Any,
+    num_programs: int,
+    matrices: tuple[list[int], int],
+    constants: Mapping[str, Any],
+    num_warps: int,
+    device: torch.device,
+) -> Callable[..., None]:
+    """A launch that can be repeated. It is called with the kernel's parameters between the number of matrices and the
+    constants. `matrices`: the fields of the table, and the number of its rows."""
+    fields, num = matrices
+    table = _table(tuple(fields), device)
+
+    def repeated(*values: float) -> None:
+        numbers = (num, *values)
+        launch(kernel, (num_programs,), (table,), numbers, constants, num_warps=num_warps, enable_fp_fusion=False)
+
+    return repeated
 
 
 def _table(fields: tuple[int, ...], device: torch.device) -> torch.Tensor:

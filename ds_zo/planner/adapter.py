@@ -14,7 +14,7 @@ from ds_zo.planner.recomputed import Streamed
 from ds_zo.planner.stock import LOW_RANK
 from ds_zo.planner.timeline import Cost, Trace
 from ds_zo.streaming.placement import Placement, plan_units
-from ds_zo.streaming.schedule import Action, Kind
+from ds_zo.streaming.schedule import Kind
 from ds_zo.streaming.units import Unit
 
 _STEP_PASSES = 56
@@ -149,11 +149,5 @@ def _step_s(model: Model, trace: Trace, streamed: Streamed, *, inputs: bool) -> 
         seconds[i, Kind.UPLOAD] = unit.nbytes * up_s
         seconds[num_blocks + i, Kind.UPLOAD] = (unit.nbytes + inputs * trace.block_input_nbytes) * up_s
     seconds[pricing.NON_BLOCKS, Kind.COMPUTE] = (trace.non_blocks * 3.0).seconds + _update(model).seconds
-    order = list(range(num_blocks))
-    num_slots = streamed.num_slots
-    forward, _ = pricing.pass_over(order, streamed=moving, num_slots=num_slots, downloads=())
-    last = {a.slot: a.block for a in forward if a.kind is Kind.COMPUTE and a.slot >= 0}
-    loaded = {block: slot for slot, block in last.items()}
-    back, _ = pricing.pass_over(order[::-1], streamed=moving, num_slots=num_slots, downloads=(), loaded=loaded)
-    later = [Action(a.block + num_blocks, a.kind, a.slot) for a in back]
-    return pricing.seconds([*forward, pricing.non_blocks(), *later], seconds)
+    actions = pricing.forward_and_backward(num_blocks, streamed=moving, num_slots=streamed.num_slots)
+    return pricing.seconds(actions, seconds)

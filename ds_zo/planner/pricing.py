@@ -8,6 +8,7 @@ stream of their own, so that they delay a step only by their share of the link.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 from ds_zo.streaming.schedule import Action, Kind, price, sweep
 
@@ -52,6 +53,32 @@ def pass_over(
         holds[action.slot] = action.block
     left = {block: slot for slot, block in holds.items() if block in ahead}
     return with_residents(actions, order, streamed=streamed), left
+
+
+def forward_and_backward(
+    num_blocks: int,
+    *,
+    streamed: Collection[int],
+    num_slots: int,
+    forward_downloads: Collection[int] = (),
+    backward_downloads: Collection[int] = (),
+) -> list[Action]:
+    """The actions of a step whose backward pass uses the blocks again, in reverse order. There, block i has the number
+    num_blocks + i, because it has times of its own. A pass finds the blocks that the last pass has left in slots."""
+    order, one_pass = range(num_blocks), partial(pass_over, streamed=streamed, num_slots=num_slots)
+    forward: list[Action] = []
+    backward: list[Action] = []
+    for _ in range(2):  # the second step is like all that follow
+        forward, _ = one_pass(order, downloads=forward_downloads, loaded=_left(backward))
+        backward, _ = one_pass(order[::-1], downloads=backward_downloads, loaded=_left(forward))
+    later = [Action(action.block + num_blocks, action.kind, action.slot) for action in backward]
+    return [*forward, non_blocks(), *later]
+
+
+def _left(actions: Sequence[Action]) -> dict[int, int]:
+    """The blocks that a pass leaves in slots, and these slots."""
+    last = {a.slot: a.block for a in actions if a.kind is Kind.COMPUTE and a.slot >= 0}
+    return {block: slot for slot, block in last.items()}
 
 
 def non_blocks() -> Action:

@@ -17,7 +17,7 @@ from ds_zo.planner.models import Model
 from ds_zo.planner.timeline import Cost, Trace
 from ds_zo.streaming.budget import DeviceBytes, device_bytes, most_resident
 from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units
-from ds_zo.streaming.schedule import Action, Kind
+from ds_zo.streaming.schedule import Kind
 
 OFFLOADED = {"device": "cpu", "pin_memory": True}
 
@@ -122,14 +122,12 @@ def step_s(
         seconds[num_blocks + i, Kind.UPLOAD] = seconds[num_blocks + i, Kind.DOWNLOAD] = unit.nbytes * backward_s
     outside = update(model.numel - in_blocks, sum(1 for _ in model.module.parameters()) - num_inside)
     seconds[pricing.NON_BLOCKS, Kind.COMPUTE] = (trace.non_blocks * 3.0 + outside).seconds
-    moving, num_slots, order = set(streamed.blocks), streamed.num_slots, list(range(num_blocks))
-    down_when = (moving, ()) if sent_back_forward else ((), moving)
-    up, _ = pricing.pass_over(order, streamed=moving, num_slots=num_slots, downloads=down_when[0])
-    last = {a.slot: a.block for a in up if a.kind is Kind.COMPUTE and a.slot >= 0}
-    loaded = {block: slot for slot, block in last.items()}
-    back, _ = pricing.pass_over(
-        order[::-1], streamed=moving, num_slots=num_slots, downloads=down_when[1], loaded=loaded
+    moving = set(streamed.blocks)
+    actions = pricing.forward_and_backward(
+        num_blocks,
+        streamed=moving,
+        num_slots=streamed.num_slots,
+        forward_downloads=moving if sent_back_forward else (),
+        backward_downloads=() if sent_back_forward else moving,
     )
-    # In the list of actions, block i of the backward pass has the number num_blocks + i, for it has times of its own.
-    later = [Action(a.block + num_blocks, a.kind, a.slot) for a in back]
-    return pricing.seconds([*up, pricing.non_blocks(), *later], seconds)
+    return pricing.seconds(actions, seconds)

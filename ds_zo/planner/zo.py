@@ -242,9 +242,9 @@ def _step_s(model: Model, placement: Placement, streamed: list[int], buffers: ZO
     interval, num_blocks = buffers.interval, len(placement.blocks)
     seconds: dict[tuple[int, Kind], float] = {}
     actions: list[Action] = []
-    loaded: dict[int, int] = {}
     num_steps = max(2, interval)
     order = range(num_blocks)
+    _, loaded = pricing.pass_over(order, streamed=set(streamed), num_slots=buffers.num_slots, then=order)
     for step in range(num_steps):
         first = step * num_blocks
         folding = {i for i in order if (step + turn(i, interval)) % interval == 0}

@@ -17,7 +17,7 @@ from ds_zo.config import Resolved
 from ds_zo.logs import show
 from ds_zo.streaming.allocator import AllocatorRetryCheck
 from ds_zo.streaming.budget import Needed, check_fits, release_cached_memory, residents_after_a_step
-from ds_zo.streaming.device_shards import DeviceShardRuntime, DeviceShards
+from ds_zo.streaming.device_shards import DeviceShards
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import reader_of
 from ds_zo.streaming.node import Node, RankPartition
@@ -87,7 +87,12 @@ class BlockStore:
         self.store = self.shards or self.shared or HostStore(device, pin=config.pin_memory)
         release_cached_memory(device)
         place_units(
-            placement, self.store, device, resident=lambda unit: id(unit) in resident_ids, read=reader_of(module)
+            placement,
+            self.store,
+            device,
+            shared=self.shared,
+            resident=lambda unit: id(unit) in resident_ids,
+            read=reader_of(module),
         )
         move_buffers(module, device)
         self.may_fill_device = (
@@ -120,11 +125,8 @@ class BlockStore:
 
     def _make_runtime(self, *, num_low_slots: int = 0, before_overwrite: BeforeOverwrite | None = None) -> None:
         """Makes the runtime, with slots for the blocks that are streamed now."""
-        make: Any = Runtime
-        if self.shards is not None:
-            make = partial(DeviceShardRuntime, store=self.shards)
-        elif self.shared is not None:
-            make = partial(ShardedRuntime, store=self.shared)
+        ranks_store = self.shards or self.shared
+        make: Any = Runtime if ranks_store is None else partial(ShardedRuntime, store=ranks_store)
         self.runtime = make(
             self.placement.blocks,
             self.device,

@@ -9,16 +9,12 @@ wrong weights. So ranks compare their calls on the host, at the start of a pass 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from ds_zo.streaming.node import Node, explain_lost_rank
-from ds_zo.streaming.runtime import Slot
-from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import RanksStore
 from ds_zo.streaming.units import PlacedParameter, Unit
 
@@ -41,6 +37,8 @@ class ParameterShard:
 class DeviceShards(RanksStore):
     """This rank's pieces of the blocks, on its device. See [Note: device shards]."""
 
+    reads_alone = False
+
     def __init__(self, node: Node, *, device: torch.device) -> None:
         super().__init__(node, device, pin=False)
 
@@ -55,6 +53,15 @@ class DeviceShards(RanksStore):
 
     def own(self, buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
         return buffer
+
+    def copy_up(self, target: torch.Tensor, unit: Unit, stored: torch.Tensor) -> int:
+        self.gather(target[: self.partition.padded_nbytes(unit.nbytes)], unit)
+        return self.partition.piece_nbytes(unit.nbytes) * (self.partition.size - 1)
+
+    def meet(self, order: Sequence[int]) -> None:
+        """Raises if ranks start passes at different blocks."""
+        first = next(iter(order), None)
+        self.node.check_same_call(-1 - (first or 0), f"start a pass at block {first}")
 
     def segments(self, unit: Unit) -> dict[int, list[ParameterShard]]:
         """The shards of each of the unit's parameters, in rank order, by the parameter's id."""
@@ -99,41 +106,3 @@ class DeviceShards(RanksStore):
         with explain_lost_rank(self.device):
             for work in self.node.gather(buffer):
                 work.wait()
-
-
-class DeviceShardRuntime(ShardedRuntime):
-    """Gathers blocks into slots from the pieces of all ranks."""
-
-    _store: DeviceShards
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        self._slots_agree = True
-        """Whether slots are known to hold the same units on all ranks, whichever blocks each rank's forward has
-        used."""
-        super().__init__(*args, **settings)
-
-    def acquire(self, unit: Unit) -> Slot:
-        if not self._is_collective and not self._slots_agree:
-            self.invalidate_slots()
-            self._slots_agree = True
-        return super().acquire(unit)
-
-    @contextmanager
-    def updating(self, unit: Unit) -> Iterator[torch.Tensor]:
-        """Inside, the current stream may change this rank's piece: it waits for all gathers issued so far, and later
-        gathers wait for it."""
-        if self._up is not None and self._compute is not None:
-            self._compute.wait_stream(self._up)
-        yield unit.store_buffer
-        unit.folded(unit.version + 1, stream=self._compute)
-
-    def _copy_up(self, slot: Slot, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
-        self._wait_until_free(slot)
-        assert slot.unit is not None
-        nbytes = slot.unit.nbytes
-        self._store.gather(slot.buffer[: self._slot_nbytes(nbytes)], slot.unit)
-        self.bytes_wire += self._partition.piece_nbytes(nbytes) * (self._partition.size - 1)
-
-    def _meet(self, order: Sequence[int]) -> None:
-        self._slots_agree = False
-        self._store.node.check_same_call(-1 - next(iter(order), 0), f"start a pass at block {next(iter(order), None)}")

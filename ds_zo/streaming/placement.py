@@ -241,16 +241,16 @@ def place_units(
     store: HostStore,
     device: torch.device,
     *,
+    shared: SharedStore | None,
     resident: Callable[[Unit], bool],
     read: ReadParameter,
 ) -> None:
     """Allocates and fills the buffers of every unit, one unit at a time, so that the original parameters are freed as
-    they are copied. `read` returns a parameter's initial value.
+    they are copied. `read` returns a parameter's initial value. `shared`: `store`, if it is shared memory.
 
     A resident block's low plane is on the host when other blocks are streamed: only folds need it. In a store that
     ranks share it is on the device, because uploading it would need a gather of its own.
     """
-    shared = store if isinstance(store, SharedStore) else None
     low_on_host = shared is None and any(not resident(unit) for unit in placement.blocks)
     for number, unit in enumerate(placement.units):
         stays = not unit.is_block or resident(unit)

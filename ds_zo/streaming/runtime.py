@@ -7,14 +7,15 @@ methods of a pass never block the host. On a CPU device the same code runs in is
 low plane, whether the unit is streamed or resident. Low planes are uploaded in the order of the folds, each as soon as
 a low slot is free. A low slot becomes free when the fold before has used it. So a low plane may be uploaded up to a
 whole fold interval of blocks before its fold. Low planes have an upload stream of their own: an upload of a block may
-wait for its slot, and would hold up the low plane that the compute stream needs first.
+wait for its slot, and would hold up the low plane that the compute stream needs first. Outside a pass, as in an
+evaluation, a low plane is uploaded when its unit is used: the host issues these copies long before they are made.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -23,9 +24,6 @@ from ds_zo.streaming.pinned_ring import UploadEvent, upload_
 from ds_zo.streaming.raw_buffer import RawBuffer
 from ds_zo.streaming.schedule import NUM_PIECES, Action, Kind, sweep
 from ds_zo.streaming.units import Unit
-
-WantsLow = Callable[[Unit], bool]
-"""Whether a use of the unit outside a pass will read its low plane."""
 
 
 class BeforeOverwrite(Protocol):
@@ -204,7 +202,9 @@ class Runtime:
         overlap: bool = True,
         reuse_buffers: bool = True,
         before_overwrite: BeforeOverwrite | None = None,
+        padded: Callable[[int], int] = int,
     ) -> None:
+        """`padded`: bytes of a slot that can hold a unit of so many bytes."""
         self.units = list(units)
         self._before_overwrite = before_overwrite
         self.device = device
@@ -213,25 +213,21 @@ class Runtime:
         low_nbytes = max((u.low_nbytes for u in self.units if u.low_streamed), default=0)
         nbytes = max((u.nbytes for u in streamed), default=0)
         self._overlap = overlap
-        nbytes, low_nbytes = self._slot_nbytes(nbytes), self._slot_nbytes(low_nbytes)
+        nbytes, low_nbytes = padded(nbytes), padded(low_nbytes)
         self.slots = [Slot(nbytes, device, reuse=reuse_buffers) for _ in range(num_slots if overlap else 1) if streamed]
         self.low_slots = [Slot(low_nbytes, device) for _ in range(num_low_slots) if low_nbytes]
         self._lows = LowSlots(self.low_slots)
         own = device.type == "cuda" and overlap
         self._own_up, self._own_up_low, self._own_down = (torch.cuda.Stream(device) if own else None for _ in range(3))
         self._default_order = [i for i, unit in enumerate(self.units) if unit.streamed]
+        self._order: Sequence[int] = self._default_order
+        self._then: list[int] | None = None
         self._actions: deque[Action] = deque()
-        self._in_pass = False
-        self.wants_low: WantsLow | None = None
-        """None: uses outside a pass upload no low planes ahead."""
+        self.fold_skipped: Callable[[Unit, Slot], None] = lambda unit, slot: None
+        """Folds a unit that all ranks have gathered and that this rank's forward did not use."""
         self.bytes_up = 0
         self.bytes_down = 0
         """Bytes that were uploaded and downloaded so far."""
-        self.finish()
-
-    def _slot_nbytes(self, nbytes: int) -> int:
-        """Bytes of a slot that can hold a unit of `nbytes`."""
-        return nbytes
 
     def start(
         self,
@@ -253,7 +249,6 @@ class Runtime:
         """
         self._order = [self._number[id(unit)] for unit in order if unit.streamed]
         self._then = None if then is None else [self._number[id(unit)] for unit in then if unit.streamed]
-        self._in_pass = True
         lows = [unit for unit in lows if unit.low_streamed and self._overlap]
         self._reclaim_low_slots(keep=lows)
         self._lows.plan(lows)
@@ -322,6 +317,15 @@ class Runtime:
             self._lows.free(low)
             self._upload_lows()
 
+    @contextmanager
+    def updating(self, unit: Unit) -> Iterator[torch.Tensor]:
+        """Context in which the current stream may change the unit's `store_buffer`, which is on the device: it waits
+        for all uploads issued so far, and later uploads wait for it. Yields the buffer."""
+        if self._up is not None and self._compute is not None:
+            self._compute.wait_stream(self._up)
+        yield unit.store_buffer
+        unit.folded(unit.version + 1, stream=self._compute)
+
     def abandon(self, slot: Slot) -> None:
         """A use of the slot was interrupted. The next upload waits for the kernels that were issued for it."""
         self._record(slot.drained, self._compute)
@@ -331,7 +335,6 @@ class Runtime:
         they equal their unit's `store_buffer`."""
         self._order = self._default_order
         self._then = None
-        self._in_pass = False
         self._actions = deque()
         for slot in self.slots:
             if not slot.is_current:
@@ -405,9 +408,6 @@ class Runtime:
         unit = self.units[number]
         self._fill(slot, unit, unit.store_buffer, self._up)
         self.bytes_up += unit.nbytes
-        wanted = not self._in_pass and unit.low_streamed and self.wants_low is not None and self.wants_low(unit)
-        if wanted and self._lows.free_slot is not None and self._lows.slot_of(unit) is None:
-            self._upload_low(unit)
 
     def _upload_lows(self) -> None:
         """Uploads as many of the next low planes as there are free low slots."""

@@ -11,24 +11,26 @@ When the pass ends, every rank has made all gathers of the pass and those of the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from ds_zo.streaming.node import explain_lost_rank
 from ds_zo.streaming.runtime import Runtime, Slot
-from ds_zo.streaming.shared_store import RanksStore, SharedStore
+from ds_zo.streaming.shared_store import RanksStore
 from ds_zo.streaming.units import Unit
 
 
 class ShardedRuntime(Runtime):
     """A runtime whose collective passes gather blocks from all ranks; see [Note: one order of gathers].
 
-    In passes that are not collective, and outside passes, this rank reads whole blocks by itself.
+    In passes that are not collective, and outside passes, this rank reads whole blocks by itself. If it cannot
+    ([Note: device shards]), every upload is a gather, and slots must hold the same units on all ranks.
     """
 
     def __init__(self, units: Sequence[Unit], device: torch.device, *, store: RanksStore, **settings: Any) -> None:
+        super().__init__(units, device, padded=store.partition.padded_nbytes, **settings)
         self._store = store
         self._partition = store.partition
         self._is_collective = False
@@ -39,18 +41,14 @@ class ShardedRuntime(Runtime):
         """Numbers of the units that the last collective pass has gathered for the next one."""
         self._to_fold: set[int] = set()
         """Numbers of the units that fold in this collective pass and have not been downloaded yet."""
-        self.fold_skipped: Callable[[Unit, Slot], None] = lambda unit, slot: None
-        """Folds a unit that was gathered and that this rank's forward did not use."""
+        self._slots_agree = True
+        """Whether slots are known to hold what they must, whichever blocks each rank's forward has used."""
         self.bytes_wire = 0
         """Bytes that this rank has sent to other ranks."""
-        super().__init__(units, device, **settings)
         own = device.type == "cuda" and self._overlap
         self._own_gathered = torch.cuda.Stream(device) if own else None
         self._met = torch.cuda.Event() if device.type == "cuda" else None
         store.node.streams += [s for s in (self._own_up, self._own_down, self._own_gathered) if s is not None]
-
-    def _slot_nbytes(self, nbytes: int) -> int:
-        return self._partition.padded_nbytes(nbytes)
 
     def start(
         self,
@@ -83,6 +81,12 @@ class ShardedRuntime(Runtime):
         for unit in lows:
             self._gather_low(unit)
         super().start(order, downloads=downloads, lows=lows, then=then if collective else ())
+
+    def acquire(self, unit: Unit) -> Slot:
+        if not self._is_collective and not self._slots_agree:
+            self.invalidate_slots()
+            self._slots_agree = True
+        return super().acquire(unit)
 
     def finish(self) -> None:
         try:
@@ -134,8 +138,8 @@ class ShardedRuntime(Runtime):
 
     def _copy_up(self, slot: Slot, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         self._wait_until_free(slot)
-        assert isinstance(self._store, SharedStore)
-        self._store.copy_whole(slot.buffer[: source.numel()], source)
+        assert slot.unit is not None
+        self.bytes_wire += self._store.copy_up(slot.buffer, slot.unit, source)
 
     def _gather_next(self, slot: Slot) -> None:
         number = self._to_gather.popleft()
@@ -183,7 +187,7 @@ class ShardedRuntime(Runtime):
             slot.take(unit)
             slot.buffer[begin : begin + own.numel()].copy_(own, non_blocking=True)
             with explain_lost_rank(self.device):
-                gathering = self._store.node.gather(slot.buffer[: self._slot_nbytes(nbytes)])
+                gathering = self._store.node.gather(slot.buffer[: self._partition.padded_nbytes(nbytes)])
         with self._on(self._gathered), explain_lost_rank(self.device):
             for work in gathering:
                 work.wait()
@@ -233,8 +237,9 @@ class ShardedRuntime(Runtime):
     def _meet(self, order: Sequence[int]) -> None:
         """Orders every download of this pass after the start of the pass on all ranks: until a rank has started it,
         that rank may be reading whole blocks by itself."""
+        self._slots_agree = self._store.reads_alone
         with self._on(self._up):
-            self._store.node.stream_barrier()
+            self._store.meet(order)
         self._record(self._met, self._up)
         self._wait(self._down, self._met)
 

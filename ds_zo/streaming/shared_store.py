@@ -12,12 +12,16 @@ from deepspeed.utils import logger
 
 from ds_zo.streaming.host_store import PAGE, HostStore
 from ds_zo.streaming.node import Node, SharedMemory, world_timeout
+from ds_zo.streaming.units import Unit
 
 _POLL_S = 0.0005
 
 
 class RanksStore(HostStore):
     """A store that several ranks share: each rank owns an equal piece of every buffer."""
+
+    reads_alone = True
+    """Whether a rank can read a whole unit by itself. Otherwise every upload is collective."""
 
     def __init__(self, node: Node, device: torch.device, *, pin: bool) -> None:
         super().__init__(device, pin=pin, ring=False)
@@ -27,6 +31,15 @@ class RanksStore(HostStore):
 
     def own(self, buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
         """This rank's piece of a buffer that `take(nbytes)` returned."""
+        raise NotImplementedError
+
+    def copy_up(self, target: torch.Tensor, unit: Unit, stored: torch.Tensor) -> int:
+        """Copies all of a unit's `stored` buffer to `target` on the device. Returns the bytes that this rank sends to
+        other ranks for it."""
+        raise NotImplementedError
+
+    def meet(self, order: Sequence[int]) -> None:
+        """Called on the upload stream when all ranks start a pass over the units `order`."""
         raise NotImplementedError
 
     def mark_written_back(self, number: int) -> None:
@@ -101,6 +114,14 @@ class SharedStore(RanksStore):
     def writes(self, number: int) -> bool:
         """Whether this rank is the one that stores the values of unit `number` when one rank stores them for all."""
         return number % self.partition.size == self.partition.index
+
+    def copy_up(self, target: torch.Tensor, unit: Unit, stored: torch.Tensor) -> int:
+        self.copy_whole(target[: stored.numel()], stored)
+        return 0
+
+    def meet(self, order: Sequence[int]) -> None:
+        """A barrier on the current stream."""
+        self.node.stream_barrier()
 
     def copy_whole(self, target: torch.Tensor, buffer: torch.Tensor) -> None:
         """Copies a whole buffer to the device, by this rank alone. CUDA cannot copy in one call from memory that is

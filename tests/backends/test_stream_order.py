@@ -330,6 +330,27 @@ def train_lsp(engine: Any) -> None:
             engine.module.state_dict()
 
 
+def test_directions_of_lsp_are_uploaded_while_the_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the embedding's gradient comes, directions of the blocks behind it are on their way to the device."""
+    model = Toy().train()
+    engine: Any = start(lsp_json(), model)
+    groups = engine.backend._groups
+    groups.queue = adam = ClockedAdam(monkeypatch, is_slow=False)
+    clock_groups(groups, adam)
+    issued: list[list[str]] = []
+
+    def note(grad: torch.Tensor) -> None:
+        uploads = {group.name: group._upload for group in groups.on_host}
+        issued.append([name for name, upload in uploads.items() if upload is not None and upload.is_issued])
+
+    model.embed.weight.register_hook(note)
+    engine.backward(engine(**toy_batches(1)[0]))
+    [found] = issued
+    assert found and all("blocks" in name or "head" in name for name in found)
+    engine.step()
+    engine.backend.apply_pending_updates()
+
+
 @pytest.mark.parametrize(("last_first", "order"), [(False, "abdce"), (True, "abdfe")])
 def test_copies_of_lsp_wait_their_turn(last_first: bool, order: str) -> None:
     """Two are under way at a time. Who is next is decided when one of them ends; one that is needed comes first."""

@@ -36,6 +36,7 @@ def test_the_command_fills_the_file_between_its_markers_from_the_rows(
     failed = {"status": "skipped", "error": "not run: planned 121.3 of 24.0 GB of host memory"}
     void = {"status": "void", "error": "it was told of the whole card"}
     hollow = {"tokens_per_s_mean": 12_345.4, "peak_gb": 23.04, "host_peak_gb": 6.54, "host_drop_gb": 0.0}
+    hollow |= {"ran_with_gb": "all"}
     write_part(results / "llama-1.3b" / "uncapped", model="random:llama-1.3b", cap=None)
     write_part(results / "llama-1.3b" / "24gb", model="random:llama-1.3b", cap=24.0, adamw=failed, zo=hollow)
     write_part(results / "big", model="random:opt-6.7b", cap=24.0, lsp={"parameters": 6_658_473_984}, superoffload=void)
@@ -57,10 +58,20 @@ def test_the_command_fills_the_file_between_its_markers_from_the_rows(
 
     small, whole = text.split("On the card as it is")
     assert "| | llama-1.3b, 4 x 1024 | opt-6.7b, 4 x 1024 |" in small
-    assert "| ZO | 12,345 / 23.0 / 6.54 | 36,506 / 4.90 / 1.50 |" in small
+    assert "tokens/s (slowest to fastest step, number of steps) / GPU GB / host GB" in small
+    in_all = "36,506 (33,851 to 38,388, 3) / 4.90 / 1.50"
+    assert f"| ZO | 12,345 (33,851 to 38,388, 3) / 23.0 / 6.54 † | {in_all} |" in small
+    assert "\n† marks a case that was run once, with more memory than the limit." in text
+    rows_of = "[opt-6.7b-24gb](results/big/rows.jsonl)."
+    rows_of = f"[llama-1.3b-24gb](results/llama-1.3b/24gb/rows.jsonl), {rows_of}"
+    rows_of = f"Rows: run r1: [llama-1.3b](results/llama-1.3b/uncapped/rows.jsonl), {rows_of}"
+    assert rows_of in " ".join(text.split())
     assert "| AdamW on the GPU | would take 121 GB of host memory |" in small
     assert "| SuperOffload | does not fit | not measured |" in small
-    assert "| | llama-1.3b, 4 x 1024 |\n" in whole and "| AdamW on the GPU | 16,258 / 28.3 /" in whole
+    assert (
+        "| | llama-1.3b, 4 x 1024 |\n" in whole
+        and "| AdamW on the GPU | 16,258 (15,075 to 17,096, 3) / 28.3 /" in whole
+    )
     assert f"\n{reason}\n\n" in text
     command = "python launch/compare.py --model random:llama-1.3b --batch 4 --device-memory-gb none,24 --out "
     assert f"{command}results/llama-1.3b\n" in text

@@ -35,9 +35,9 @@ def test_speed_has_the_last_row_of_each_case(results: Path) -> None:
     append_row(results / adapter_pages.SPEED, {"case": "7b/bf16-peft", "status": "oom"})
     append_row(results / adapter_pages.SPEED, {"case": "7b/nf4-bitsandbytes", "status": "ok", "why": "not installed"})
     found = adapter_pages.adapter_speed()
-    assert "| OPT-175B, ZO, NF4, within 24 GB | 1 x 2,048 | 812 | 22.5 (22.4) | 99.0 (99.3) | 95% |" in found
+    assert "| OPT-175B, ZO, NF4, within 24 GB | 1 x 2,048 | 812 | 22.5 (22.4) | 99.0 (99.3) | 95% | r |" in found
     assert found.count("\n| ") == 3, "a head, a line, and one case with numbers"
-    assert found.endswith(", run r.")
+    assert found.endswith(", run r. Made by `python -m benchmarks.adapter_speed --out rows.jsonl`.")
 
 
 def test_every_case_has_a_name_and_makes_the_same_case_again() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,10 @@ from ds_zo.records.rows import Row
 
 
 def row(case: str, run: str, tokens_per_s: float, **more: Any) -> Row:
+    step_s = 2048 / tokens_per_s
     found = {"case": case, "run_id": run, "status": "ok", "tokens_per_s": tokens_per_s, "peak_gb": 2.0}
-    return found | {"layers": 24, "full_layers": 24, **more}
+    found |= {"step_s": step_s, "step_s_min": step_s / 2, "step_s_max": 2 * step_s, "seconds": [step_s] * 3}
+    return found | {"layers": 24, "full_layers": 24, "shape": "s", "batch": 1, "length": 2048, **more}
 
 
 def write(folder: Path, file: str, rows: list[Row]) -> None:
@@ -26,14 +27,11 @@ def write(folder: Path, file: str, rows: list[Row]) -> None:
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(paper_pages, "RESULTS", tmp_path)
-    monkeypatch.setattr(paper_pages, "LEAN", tmp_path / "lean")
     return tmp_path
 
 
 def test_without_rows_every_block_says_so(results: Path) -> None:
     for name, block in paper_pages.PAPER_BLOCKS.items():
-        if name == "stock-7b":  # it falls back to rows of the head to head
-            continue
         made = block()
         assert name in ("paper-zo-6", "paper-zo-10") or "ot measured" in made, name
         assert "None" not in made and "nan" not in made
@@ -46,42 +44,55 @@ def test_a_line_is_of_the_newest_run_that_has_all_of_it_at_full_depth(results: P
     write(results, "h200_zo_targets.jsonl", [*old, *cut])
     write(results, "h200_zo_full.jsonl", half)
     made = paper_pages.zo_1()
-    assert "| OPT-1.3B, fp16 | 4.9 / 2.0 | 2.7 / 2.0 | 6,788 / 1,000 | 6,788 / 1,500 | 1.00 / 1.50 |" in made
+    speeds = "6,788 / 1,000 (500 to 2,000, 3) | 6,788 / 1,500 (750 to 3,000, 3) | 1.00 / 1.50 (0.38 to 6.00)"
+    assert f"| OPT-1.3B, fp16 | 4.9 / 2.0 | 2.7 / 2.0 | {speeds} |" in made
     assert "| OPT-66B, fp16 | out of memory / not measured | 14.1 / 2.0 |" in made
-    assert made.endswith("runs 1, 3.")
+    assert ", runs 1, 3. Made by `python -m benchmarks.zo_speed preset full --only '^t1\\.' --out rows.jsonl`." in made
+    narrow = row("t1.66b.fp8.zo", "3", 400.0)
+    needs = row("t1.175b.fp16.mezo.whole", "3", 1.0) | {"needs_gb": 349.2, "tokens_per_s": None}
+    skipped = {"case": "t1.175b.fp16.zo.whole", "run_id": "3", "status": "skipped"}
+    skipped |= {"error": "not run: planned 367.3 of 129.2 GB of host memory"}
+    write(results, "h200_zo_full.jsonl", [narrow, needs, skipped])
+    made = paper_pages.zo_1()
+    assert "| OPT-66B, fp16, ours with blocks in fp8 | out of memory / not measured | 14.1 / 2.0 |" in made
+    large = "out of memory / would take 349 GB | 24.7 / would take 367 GB of host memory | out of memory / not run"
+    assert (
+        f"| OPT-175B, fp16 | {large} | 37 / not run |  |" in made and r"preset paper --only '^t1\..*\.whole$'" in made
+    )
     ablation = [row("t2.13b.1.all", "4", 400.0), row("t2.13b.1.no_overlap", "4", 100.0), row("t2.13b.mezo", "4", 200.0)]
     write(results, "h200_zo_full.jsonl", ablation)
-    assert "| OPT-13B | 0.39 / 0.25 | 0.38 / not measured | 0.73 / not measured | 1.00 / 2.00 |" in paper_pages.zo_2()
+    gap = "0.38 / not measured | 0.73 / not measured"
+    assert f"| OPT-13B | 0.39 / 0.25 (0.06 to 1.00) | {gap} | 1.00 / 2.00 (0.50 to 8.00) |" in paper_pages.zo_2()
+
+
+def test_a_model_with_fewer_layers_is_shown_where_no_whole_one_is(results: Path) -> None:
+    cut: Row = {"layers": 8, "shape": "opt-6.7b", "full_layers": 32, "seconds": []}
+    cases = [row("t2.1.all", "1", 100.0, **cut), row("t2.1.no_overlap", "1", 40.0, **cut)]
+    write(results, "h200_zo_targets.jsonl", cases)
+    assert "| OPT-6.7B, 8 of 32 layers |  / 0.40 |  |  |  |" in paper_pages.zo_2()
+    whole = [row("t2.13b.1.all", "2", 400.0), row("t2.13b.1.no_overlap", "2", 100.0)]
+    write(results, "h200_zo_full.jsonl", whole)
+    assert "layers |" not in paper_pages.zo_2()
 
 
 def test_figures_5_and_6_are_of_one_link(results: Path) -> None:
     apart = {"rest_s": 0.2, "exposed_cpu_s": 0.1, "apart_step_s": 0.3, "exposed_spread_s": 0.01}
+    apart |= {"shape": "gpt2-774m", "batch": 4, "length": 512}
     ours = row("figure5/10/gpt2-774m/lsp-512", "1", 600.0, **apart, exposed_copy_s=0.0)
     other = row("figure5/10/gpt2-774m/zero2-offload", "1", 200.0, **apart)
     write(results, "h200_lsp_figure5.jsonl", [ours, other])
     gap = " not measured |"
-    assert f"| 2.03 |{gap}{gap}{gap}{gap} 3.00 |{gap}" in paper_pages.lsp_5()
+    assert f"/ gpt2-774m, 4 x 512 | 2.03 |{gap}{gap}{gap}{gap} 3.00 (0.75 to 12.00) |{gap}" in paper_pages.lsp_5()
     made = paper_pages.lsp_6()
-    assert "| gpt2-774m, lsp-512 | 10 GB/s | 200 | 0 | 100 | 300 | 10 |" in made
-    assert "| gpt2-774m, zero2-offload | 10 GB/s | 200 |  | 100 | 300 | 10 |" in made
+    assert "| gpt2-774m, 4 x 512, lsp-512 | 10 GB/s | 200 | 0 | 100 | 300 | 10 | 1 |" in made
+    assert "| gpt2-774m, 4 x 512, zero2-offload | 10 GB/s | 200 |  | 100 | 300 | 10 | 1 |" in made
 
 
-def test_a_head_to_head_in_the_least_memory_has_settings_and_spread(results: Path) -> None:
-    committed = Path(paper_pages.__file__).parent / "results" / "compare" / "llama-1.3b" / "24gb" / "rows.jsonl"
-    (results / "lean" / "a").mkdir(parents=True)
-    shutil.copy(committed, results / "lean" / "a" / "rows.jsonl")
-    made = paper_pages.lean()
-    assert "llama-1.3b with random weights, 4 x 1024 tokens, bf16, GPU memory capped at 24 GB:" in made
-    assert "| zero2-offload | " in made and " steps) | " in made and "DeepSpeedCPUAdam on all cores |" in made
-    assert "In this run, tokens/s as a multiple of zenflow's: zo " in made
-
-
-def test_stock_deepspeed_of_7b_is_that_of_the_low_memory_run(results: Path) -> None:
-    figures = {"tokens_per_s_mean": 1000.4, "peak_gb": 17.4, "host_peak_gb": 75.0, "params": {"contender": "x"}}
-    rows = [row(name, "r", 1.0, **figures) for name in ("lomo", "zero2-offload-bf16")]
-    write(results, "compare/llama-7b/uncapped/rows.jsonl", rows[:1])
-    assert "on the card as it is, run r: LOMO 1,000 tokens/s, 17.4 GB of GPU and 75.0 GB" in paper_pages.stock_7b()
-    write(results, "lean/held-7b-24gb/rows.jsonl", rows)
-    made = paper_pages.stock_7b()
-    assert "steps within 24 GB, run r: ZeRO-Offload (stage 2), bf16 states 1,000 tokens/s" in made
-    assert made.endswith("started on the whole card: the limit holds for its steps.")
+def test_lomo_beside_lora_says_where_seeds_overlap() -> None:
+    lomo = {"rte": [0.5, 0.6], "sst2": [0.8, 0.9], "alpaca": [6.0, 6.2]}
+    lora = {"rte": [0.7, 0.8], "sst2": [0.85, 0.95], "alpaca": [6.4, 6.6]}
+    tasks = {"rte": "RTE", "sst2": "SST-2", "alpaca": "Alpaca"}
+    made = paper_pages.lomo_lora({"lomo": lomo, "lora": lora}, tasks=tasks)
+    assert "| RTE | 55.0% (50.0% to 60.0%) | 75.0% (70.0% to 80.0%) | LoRA |" in made
+    assert "| Alpaca, perplexity | 6.10 (6.00 to 6.20) | 6.50 (6.40 to 6.60) | LOMO |" in made
+    assert made.endswith("on RTE, and wins on Alpaca. The ranges of their seeds overlap on SST-2.")

@@ -122,6 +122,6 @@ def test_kernels_are_compiled_for_every_kind_of_case() -> None:
 
 def test_presets_list_their_cases(capsys: pytest.CaptureFixture[str]) -> None:
     for preset, cases in PRESETS.items():
-        main(["preset", preset, "--list", "--only", "mezo"])
+        main(["preset", preset, "--list", "--only", "1.3b", "--skip", "warmup"])
         listed = capsys.readouterr().out.splitlines()
-        assert len(listed) == 1 + sum("mezo" in case.name for case in cases())  # type: ignore[operator]
+        assert len(listed) == 1 + sum("1.3b" in case.name for case in cases())  # type: ignore[operator]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,12 +54,54 @@ def _defines(path: Path, name: str) -> bool:
     return True
 
 
+@cache
+def classes() -> list[tuple[Path, ast.ClassDef]]:
+    """All classes of the package, and their files."""
+    paths = sorted((REPO / "ds_zo").rglob("*.py"))
+    nodes = ((path, node) for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    return [(path, node) for path, node in nodes if isinstance(node, ast.ClassDef)]
+
+
+def test_a_streamed_block_of_zo_crosses_few_files() -> None:
+    """The first walk: its files, and how often it returns from a lower package to a higher one."""
+    walk = PAGE.split("### One streamed block of ZO")[1].split("\n### ")[0]
+    files = re.findall(r"`([\w/]+\.py)`\s+`[\w.]+`", walk)
+    floors = [("ops", "streaming", "checkpoint", "backends").index(file.split("/")[0]) for file in files]
+    assert len(files) > 10
+    assert len(set(files)) <= 12
+    assert sum(after > before for before, after in pairwise(floors)) <= 5
+
+
+def test_classes_of_backends_and_streaming_are_small() -> None:
+    """At most 25 attributes of its own and 400 lines."""
+    sizes = {
+        node.name: (len(_attributes(node)), (node.end_lineno or 0) - node.lineno + 1)
+        for path, node in classes()
+        if path.relative_to(REPO / "ds_zo").parts[0] in ("backends", "streaming")
+    }
+    assert len(sizes) > 100 and sizes["Unit"][0] > 15, sizes
+    assert not {name: size for name, size in sizes.items() if size[0] > 25 or size[1] > 400}
+
+
+def _attributes(node: ast.ClassDef) -> set[str]:
+    """Attributes that methods assign on `self`, and annotated ones of the class."""
+    annotated = {
+        stmt.target.id for stmt in node.body if isinstance(stmt, ast.AnnAssign) and isinstance(stmt.target, ast.Name)
+    }
+    return annotated | {
+        inner.attr
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.Attribute)
+        and isinstance(inner.ctx, ast.Store)
+        and isinstance(inner.value, ast.Name)
+        and inner.value.id == "self"
+    }
+
+
 def test_no_two_classes_of_the_package_share_a_name() -> None:
     places: dict[str, list[str]] = {}
-    for path in sorted((REPO / "ds_zo").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(f"{path.relative_to(REPO)}:{node.lineno}")
+    for path, node in classes():
+        places.setdefault(node.name, []).append(f"{path.relative_to(REPO)}:{node.lineno}")
     assert len(places) > 100
     assert not {name: found for name, found in places.items() if len(found) > 1}, "rename one: it says what it is"
 
@@ -94,6 +138,16 @@ def test_levels_and_arrows_of_a_small_package(tmp_path: Path) -> None:
     assert structure.targets(modules["toy.b.y"], modules) == {"toy.a.x"}, "a re-exported name counts where it is from"
     assert "c --> b" in structure.diagram(package) and "c --> a" not in structure.diagram(package)
     assert structure.numbers(package / "c").endswith("2 files, 3 lines\n  2 files on 2 import levels, 1 imports")
+
+
+def test_imports_for_type_checkers_alone_do_not_count(tmp_path: Path) -> None:
+    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import toy.b.y\n"
+    package = make_package(tmp_path, a__x=text, b__y="import toy.a.x")
+    assert structure.numbers(package).endswith("2 folders on 2 import levels, 1 imports")
+
+
+def test_no_files_of_backends_import_each_other_in_a_circle() -> None:
+    assert " folders on 3 import levels" in structure.numbers(REPO / "ds_zo" / "backends")
 
 
 def test_a_circle_is_an_error(tmp_path: Path) -> None:

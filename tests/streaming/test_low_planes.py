@@ -187,7 +187,6 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
     rng = random.Random(num_low_slots)
     units = make_units(6, streamed=(0, 2, 3))
     runtime = Runtime(units, CPU, num_slots=2, num_low_slots=num_low_slots)
-    runtime.wants_low = lambda unit: rng.random() < 0.5
     value = [u.index for u in units]
     num_folds = 0
     interrupted: set[int] = set()

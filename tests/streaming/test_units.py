@@ -226,7 +226,12 @@ def test_settling_keeps_every_value_and_frees_the_originals() -> None:
     store = HostStore(CPU, pin=True)
     stays = {id(placement.blocks[1])}
     place_units(
-        placement, store, CPU, resident=lambda unit: id(unit) in stays, read=lambda placed: placed.parameter.data
+        placement,
+        store,
+        CPU,
+        shared=None,
+        resident=lambda unit: id(unit) in stays,
+        read=lambda placed: placed.parameter.data,
     )
     assert [u.streamed for u in placement.blocks] == [True, False, True]
     assert store.nbytes == placement.blocks[0].nbytes + placement.blocks[2].nbytes

@@ -162,7 +162,7 @@ class FrozenModuleState(RecomputedModuleState):
             unread = {id(p.parameter) for p in unit.placed if has_source(self._module, p.parameter)}
             values = [p.parameter if id(p.parameter) in unread else self.read(p.parameter) for p in unit.placed]
             unit.bind(values)
-            unit.streamed = False
+            unit.assign_buffers(unit.store_buffer, None, streamed=False, low_streamed=False)
             for placed in unit.placed:
                 if id(placed.parameter) in unread:
                     put_back(self._module, placed.parameter)

@@ -31,7 +31,6 @@ from ds_zo.backends.zo.step_time import TimedForward
 from ds_zo.checkpoint.replay import due
 from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.runtime import Runtime, Slot
-from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.units import Planes, Unit
 
 
@@ -99,9 +98,7 @@ class Materialiser:
         """None outside a timed forward. During one, blocks replay its number of updates instead of the pending ones,
         and it times their waits for uploads."""
         self._cached = CachedViews()
-        runtime.wants_low = lambda unit: self.pending(unit) > 0
-        if isinstance(runtime, ShardedRuntime):
-            runtime.fold_skipped = self._replay_pending
+        runtime.fold_skipped = self._replay_pending
         self._next_pass_is_first = False
 
     @property

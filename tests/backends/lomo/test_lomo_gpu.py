@@ -20,13 +20,13 @@ import pytest
 import torch
 from equivalence_runs import Weights, assert_same_weights, on_device, one_step, parameters_of, zo_engine
 from lomo_runs import checkpointed, config_for, lively
+from stream_delays import delay_streams
 from tiny_models import tiny_batch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from zoo import Wandering, plain_batch, seeded
 
 from ds_zo.streaming.budget import MARGIN_NBYTES
-from ds_zo.streaming.runtime import Runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
 
@@ -133,26 +133,7 @@ def test_delays_on_any_stream_change_nothing(slow: str, monkeypatch: pytest.Monk
         elif slow == "everything at random":
             torch.cuda._sleep(rng.choice([0, 0, 100_000, 8_000_000]))
 
-    upload, send_back, arrive = Runtime._upload, Runtime._download, Runtime.acquire
-
-    def slow_upload(self: Runtime, *args: Any) -> None:
-        with self._on(self._up):
-            pause("uploads")
-        upload(self, *args)
-
-    def slow_send_back(self: Runtime, *args: Any) -> None:
-        with self._on(self._down):
-            pause("downloads")
-        send_back(self, *args)
-
-    def slow_arrive(self: Runtime, *args: Any) -> Any:
-        slot = arrive(self, *args)
-        pause("compute")
-        return slot
-
-    monkeypatch.setattr(Runtime, "_upload", slow_upload)
-    monkeypatch.setattr(Runtime, "_download", slow_send_back)
-    monkeypatch.setattr(Runtime, "acquire", slow_arrive)
+    delay_streams(monkeypatch, pause)
     for stream in ({"device_slots": 2}, {"device_slots": 2, "resident_blocks": NUM_BLOCKS - 2}, {"device_slots": 3}):
         # With two streamed blocks and two slots a block is updated where its last update may still be on the way home.
         assert_same_weights(run(stream, num_steps=8), resident_run("LOMO", None, 0.0, 8))
@@ -222,11 +203,12 @@ def test_nothing_waits_on_the_host(stream: dict[str, Any] | None) -> None:
 @pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
 def test_direct_launches_change_nothing(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """See [Note: direct launches]."""
-    from ds_zo.ops.triton_launch import Launch
+    from ds_zo.ops import triton_launch
 
     found = run(None, kind=kind, dtype="bf16", num_steps=3)
-    assert Launch.by_kernel, "Triton refused a direct launch"
-    monkeypatch.setattr(Launch, "by_kernel", False)
+    assert triton_launch._is_direct and triton_launch._compiled, "Triton refused a direct launch"
+    monkeypatch.setattr(triton_launch, "_is_direct", False)
+    monkeypatch.setattr(triton_launch, "_compiled", {})
     assert_same_weights(found, run(None, kind=kind, dtype="bf16", num_steps=3))
 
 

@@ -29,7 +29,7 @@ STREAMED = {
 NONE_STAYS = {"stream": {"resident_blocks": 0}}
 """Left out, all blocks move to the device after the first step."""
 WIDTH = 1024
-"""A block is 17 MB in bf16: 0.3 ms on the link and more on the CPU, next to nothing to compute for sixteen tokens."""
+"""A block is 8 MB in bf16: 0.15 ms on the link and more on the CPU, next to nothing to compute for sixteen tokens."""
 
 
 @pytest.fixture(scope="module")

@@ -29,10 +29,9 @@ from equivalence_runs import (
     zo_engine,
 )
 from mezo_reference import PlainMeZO
+from stream_delays import delay_streams
 from torch import nn
 from zoo import CASES, Wandering, plain_batch, seeded
-
-from ds_zo.streaming.runtime import Runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
 
@@ -172,33 +171,7 @@ def test_delays_on_any_stream_change_nothing(dtype: str | None, slow: str, monke
         elif slow == "everything at random":
             torch.cuda._sleep(rng.choice([0, 0, 100_000, 8_000_000]))
 
-    upload, send_back, arrive = Runtime._upload, Runtime._download, Runtime.acquire
-    upload_low = Runtime._upload_low
-
-    def slow_upload(self: Runtime, *args: Any) -> None:
-        with self._on(self._up):
-            pause("uploads")
-        upload(self, *args)
-
-    def slow_upload_low(self: Runtime, *args: Any) -> Any:
-        with self._on(self._up_low):
-            pause("low planes")
-        return upload_low(self, *args)
-
-    def slow_send_back(self: Runtime, *args: Any) -> None:
-        with self._on(self._down):
-            pause("downloads")
-        send_back(self, *args)
-
-    def slow_arrive(self: Runtime, *args: Any) -> Any:
-        slot = arrive(self, *args)
-        pause("compute")
-        return slot
-
-    monkeypatch.setattr(Runtime, "_upload", slow_upload)
-    monkeypatch.setattr(Runtime, "_upload_low", slow_upload_low)
-    monkeypatch.setattr(Runtime, "_download", slow_send_back)
-    monkeypatch.setattr(Runtime, "acquire", slow_arrive)
+    delay_streams(monkeypatch, pause)
     for num_slots, interval, num_resident in ((2, 2, 0), (3, 2, 0), (2, 2, 3), (2, 3, 3)):
         stream = {"device_slots": num_slots, "writeback_interval": interval, "resident_blocks": num_resident}
         found = run(stream, steps=batches(24), dtype=dtype)

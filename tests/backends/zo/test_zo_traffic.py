@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from equivalence_runs import one_step, parameters_of, zo_config, zo_engine
 from zoo import CASES
 
@@ -54,6 +56,28 @@ def test_low_planes_move_on_folds_only() -> None:
     up, down, whole = moved(8, dtype="bf16", stream={"writeback_interval": 4})
     assert up == whole + whole / 4
     assert down == 2 * whole / 4
+
+
+@pytest.mark.parametrize("num_resident", [0, 1])
+@pytest.mark.parametrize("interval", [2, 8])
+def test_an_evaluation_uploads_weights_and_low_planes_once(interval: int, num_resident: int) -> None:
+    """Low planes of resident blocks too: each unit has pending updates. At interval 8 there is one low slot."""
+    case = CASES["wandering"]
+    stream = {"writeback_interval": interval, "resident_blocks": num_resident}
+    with zo_engine(case.make(), zo_config(dtype="bf16", stream=stream)) as engine:
+        for seed in range(3):
+            one_step(engine, case.batch(seed))
+        runtime = engine.backend.block_store.runtime
+        found = []
+        forward = partial(engine.module, **case.batch(0))
+        for evaluate in (forward, forward, engine.module.state_dict):
+            before = runtime.bytes_up
+            with torch.no_grad():
+                evaluate()
+            found.append(runtime.bytes_up - before)
+        whole = sum(unit.nbytes for unit in runtime.units if unit.streamed)
+        lows = sum(unit.low_nbytes for unit in runtime.units if unit.low_streamed)
+        assert found[1:] == [whole + lows] * 2, "the first one finds blocks of the last step in slots"
 
 
 def test_an_update_sweep_of_its_own_uploads_twice() -> None:
