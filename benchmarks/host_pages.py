@@ -39,35 +39,42 @@ SCHEDULES = {
 """By case of `lsp_speed`, preset `schedule`."""
 
 
-def _last() -> dict[str, Row]:
-    """The last row of each case."""
-    return {row["case"]: row for row in read_rows(HOSTS) if row["status"] == "ok"}
+def _rows() -> list[Row]:
+    return [row for row in read_rows(HOSTS) if row["status"] == "ok"]
 
 
 def slow_hosts() -> str:
-    last, used, body = _last(), [], []
-    for case, name in NAMES.items():
-        for suffix, words in (("", ""), ("-compiled", ", blocks compiled")):
-            if (row := last.get(case + suffix)) is None:
-                continue
-            used.append(row)
-            two_cores_s, busy_s = row["two_cores_s"], row["gpu_busy_s"]
-            cells = [f"{1e3 * two_cores_s:.0f}", f"{1e3 * busy_s:.0f}", f"{two_cores_s / busy_s:.2f}"]
-            body.append([name + words, ms(row), *cells, f"{row['peak_gb']:.1f}", row["run_id"]])
+    """A line for each row: by machine, then in the order of `NAMES`."""
+    rows = _rows()
+    machines = list(dict.fromkeys(row.get("machine") for row in rows))
+    titles = {
+        case + suffix: name + words
+        for case, name in NAMES.items()
+        for suffix, words in (("", ""), ("-compiled", ", blocks compiled"))
+    }
+    order = list(titles)
+    used = [row for row in rows if row["case"] in titles]
+    used.sort(key=lambda row: (machines.index(row.get("machine")), order.index(row["case"])))
+    body = []
+    for row in used:
+        two_cores_s, busy_s = row["two_cores_s"], row["gpu_busy_s"]
+        cells = [f"{1e3 * two_cores_s:.0f}", f"{1e3 * busy_s:.0f}", f"{two_cores_s / busy_s:.2f}"]
+        machine = str(1 + machines.index(row.get("machine")))
+        body.append([titles[row["case"]], ms(row), *cells, f"{row['peak_gb']:.1f}", machine])
     if not body:
         return ""
     conditions = (
         "One H200, random weights in bf16; LLaMA at 4 x 1,024 tokens with activation checkpointing. Milliseconds a "
-        "step with 16 cores and with the same process on two of them, and those in which the GPU is busy. Runs are of "
-        f"different machines. {STEPS}"
+        "step with 16 cores and with the same process on two of them, and those in which the GPU is busy. Compare "
+        f"lines of one machine. {STEPS}"
     )
-    heads = ["", "16 cores", "two cores", "GPU busy", "two cores / busy", "GPU GB", "run"]
+    heads = ["", "16 cores", "two cores", "GPU busy", "two cores / busy", "GPU GB", "machine"]
     commands = suite("zo_speed", "preset hosts"), *(suite(f"{name}_speed", "run --preset hosts") for name in _SUITES)
     return f"{conditions}\n\n{table(heads, body)}\n\n{source(used, *commands)}"
 
 
 def lsp_schedule() -> str:
-    last = _last()
+    last = {row["case"]: row for row in _rows()}
     found = {name: last.get(f"schedule/1.3b/4+1/{case}") for case, name in SCHEDULES.items()}
     used = [row for row in found.values() if row is not None]
     if not used:
