@@ -32,6 +32,7 @@ NAMES = {
     "70b/nf4-16gb": "LLaMA-70B, AdamW, NF4, within 16 GB",
     "70b/nf4-10gb-inputs": "LLaMA-70B, AdamW, NF4, within 10 GB, inputs of blocks on the host",
     "175b/nf4-zo-24gb": "OPT-175B, ZO, NF4, within 24 GB",
+    "175b/nf4-zo-12gb": "OPT-175B, ZO, NF4, within 12 GB",
 }
 """By case of `benchmarks.adapter_speed`."""
 METHODS = {"lora": ("LoRA by AdamW", "lora-nf4"), "zo-lora": ("LoRA by ZO", "zo-lora-nf4")}

@@ -121,21 +121,24 @@ CASES = {
         140,
         52,
     ),
-    "175b/nf4-zo-24gb": _Planned(
-        AdapterCase(
-            "opt-175b",
-            "zo",
-            batch=1,
-            length=2048,
-            stream=_stream(device_memory_gb=23.5),
-            cap_gb=24,
-            warmup=3,
-            steps=17,
-            repeated=True,
-        ),
-        180,
-        110,
-    ),
+    **{
+        f"175b/nf4-zo-{cap_gb}gb": _Planned(
+            AdapterCase(
+                "opt-175b",
+                "zo",
+                batch=1,
+                length=2048,
+                stream=_stream(device_memory_gb=cap_gb - 0.5),
+                cap_gb=cap_gb,
+                warmup=3,
+                steps=17,
+                repeated=True,
+            ),
+            120,
+            110,
+        )
+        for cap_gb in (24, 12)
+    },
 }
 """By name. Expected seconds are for an H200 with 16 cores; nothing has been measured before."""
 
