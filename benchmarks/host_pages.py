@@ -81,7 +81,9 @@ def lsp_schedule() -> str:
         return ""
     body = [[name, ms(row), ms(row["then"])] for name, row in found.items() if row is not None]
     conditions = (
-        "One H200, LLaMA-1.3B, bf16, d = 512, random projectors, Adam on the CPU; milliseconds a step. Each line but "
+        "LSP uploads the updates of finished layers beside the rest of the backward pass. Near its end, copies and "
+        "Adam take the last layer first, because the next forward needs it first. One H200, LLaMA-1.3B, bf16, d = "
+        "512, random projectors, Adam on the CPU; milliseconds a step. Each line but "
         f"the first leaves a part of the schedule out. {STEPS}"
     )
     heads = ["", "4 x 1,024", "1 x 1,024"]

@@ -22,6 +22,7 @@ from benchmarks.accuracy import best_rates
 from benchmarks.accuracy import table as accuracy_table
 from ds_zo.config import backend_of
 from ds_zo.planner import Estimate, Plan, plan
+from ds_zo.records.prose import WIDTH
 from ds_zo.records.rows import Row, read_objects, table
 
 REPO = Path(__file__).resolve().parents[1]
@@ -421,6 +422,18 @@ def _planned_cells(recipe: Recipe) -> list[str]:
     return _figures(estimate.device_nbytes / 1e9, estimate.host_peak_nbytes / 1e9, tokens_per_s)
 
 
+def _continued(command: str) -> str:
+    """The command on lines of at most `WIDTH` characters, broken before options."""
+    first, *options = command.split(" --")
+    lines = [first]
+    for option in options:
+        if len(lines[-1]) + len(option) + len(" -- \\") <= WIDTH:
+            lines[-1] += f" --{option}"
+        else:
+            lines.append(f"    --{option}")
+    return " \\\n".join(lines)
+
+
 def recipe_block(recipe: Recipe) -> str:
     """The JSON, the commands and the figures of one recipe."""
     rows = []
@@ -445,12 +458,12 @@ def recipe_block(recipe: Recipe) -> str:
             "```",
             "",
             "```bash",
-            recipe.plan_command,
+            _continued(recipe.plan_command),
             "```",
             "",
             "<!-- needs: a GPU and the Hub -->",
             "```bash",
-            recipe.train_command,
+            _continued(recipe.train_command),
             "```",
             "",
             f"Learning rate to start from: {recipe.config['optimizer']['params']['lr']:g}. "

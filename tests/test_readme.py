@@ -56,8 +56,9 @@ class Fence(NamedTuple):
 
     @property
     def lines(self) -> list[str]:
-        """The commands of a bash block, without comments."""
-        return [line for line in self.code.splitlines() if line.strip() and not line.startswith("#")]
+        """The commands of a bash block, each on one line, without comments."""
+        code = re.sub(r" \\\n +", " ", self.code)
+        return [line for line in code.splitlines() if line.strip() and not line.startswith("#")]
 
 
 def fences_of(page: Path) -> list[Fence]:

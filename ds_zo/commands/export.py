@@ -78,5 +78,5 @@ def run(args: argparse.Namespace) -> None:
         tokenizer.save_pretrained(args.out)
     notes = [] if tokenizer else ["without a tokenizer: --tokenizer NAME adds one"]
     if not args.merge and saved.backend_state.get("omitted"):
-        notes.append("without the frozen base, which the checkpoint has not: --merge writes a whole model")
+        notes.append("without the frozen base, which the checkpoint does not have: --merge writes a whole model")
     print(f"{folder} -> {args.out}" + (f" ({'; '.join(notes)})" if notes else ""))

@@ -161,12 +161,11 @@ def _select(ds_config: dict[str, Any], *, client_optimizer: bool) -> str:
         raise ConfigError(text, at="optimizer.type")
     if in_type is None and optimizer:
         types = entry_of(in_section).stock_types if in_section is not None else ()
-        rule, remedy = (
-            "ds_zo.backend selects without an optimizer block",
-            "remove ds_zo.backend and edit optimizer.type",
-        )
         if types:
             rule, remedy = f"ds_zo.backend takes an optimizer block of type {' or '.join(types)}", f"write {types[0]}"
+        else:
+            rule = "ds_zo.backend selects without an optimizer block"
+            remedy = "remove ds_zo.backend and edit optimizer.type"
         text = (
             f"{rule}, got {shown(in_section)} beside optimizer.type {shown(written)}; remove the optimizer block, so "
             f"that the script makes its optimizer, or {remedy}"

@@ -31,14 +31,14 @@ class BaseHash:
     def description(self) -> dict[str, str]:
         """The source of the base, the formats in which it is stored, and the hash of the stored bytes."""
         frozen = {name: p for name, p in self._module.named_parameters() if not p.requires_grad}
-        names = set(frozen)
+        names = frozenset(frozen)
         num_writes = sum(p._version for p in frozen.values()) if self._base is None else self._base.state.num_writes
-        key = (frozenset(names), num_writes)
+        key = (names, num_writes)
         if self._found is None or self._found[0] != key:
             self._found = (key, self._describe(names))
         return self._found[1]
 
-    def _describe(self, names: set[str]) -> dict[str, str]:
+    def _describe(self, names: frozenset[str]) -> dict[str, str]:
         if self._base is None:
             tensors = [(name, p.detach().cpu()) for name, p in self._module.named_parameters() if name in names]
             formats = {str(value.dtype).removeprefix("torch.") for _, value in tensors}

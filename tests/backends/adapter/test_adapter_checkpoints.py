@@ -97,7 +97,7 @@ def test_adapters_are_exported_alone_or_merged(tmp_path: Path, capsys: pytest.Ca
     train(engine, batches(2))
     engine.save_checkpoint(str(tmp_path / "saved"))
     assert cli.main(["export", str(tmp_path / "saved"), str(tmp_path / "alone")]) == 0
-    assert "without the frozen base, which the checkpoint has not: --merge writes" in capsys.readouterr().out
+    assert "without the frozen base, which the checkpoint does not have: --merge writes" in capsys.readouterr().out
     assert [path.name for path in (tmp_path / "alone").iterdir()] == ["adapter"], "no config without a model"
     base = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
     theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "alone" / "adapter"), autocast_adapter_dtype=False)
