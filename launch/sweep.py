@@ -113,7 +113,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if args.data_root is not None and not args.data_root.is_dir():
         parser.error(f"--data-root must be a folder, got {args.data_root}")
     if args.folder is None:
-        args.folder = args.results.parent / f"{args.results.stem}-runs"
+        # A checkpoint of one model must not resume a case of another.
+        args.folder = args.results.parent / f"{args.results.stem}-runs" / Path(args.model).name
     return args
 
 
@@ -157,7 +158,8 @@ def chosen_rates(path: Path, grid: Grid) -> dict[str, float]:
 
 
 class Listing:
-    """The cases that a command line selects. `run` asks for them again as rows come in.
+    """The cases that a command line selects. `run` asks for them again as rows come in. Rows of another model decide
+    nothing.
 
     `--retry-failed` and `--limit` refer to the rows and cases at the start of the command.
     """
@@ -166,27 +168,40 @@ class Listing:
         self.args = args
         self.grid = chosen_grid(args)
         self.rates = chosen_rates(args.rates_from, self.grid) if args.rates_from else None
-        before = read_rows(args.results)
+        before = self.own(read_rows(args.results))
         failures = Counter(row["key"] for row in before if row["status"] != "ok") if args.retry_failed else Counter()
         self.retried = {key for key, count in failures.items() if count == 1}
         self.num_before = len(before)
         first = self.left(before)[: args.limit]
         self.only = None if args.limit is None else {case.key for case in first}
 
+    def own(self, rows: Sequence[Row]) -> list[Row]:
+        """The rows of this command's model. Its folder may be in another place on another machine."""
+        name = Path(self.args.model).name
+        return [row for row in rows if Path(row.get("model", name)).name == name]
+
     def cases(self, rows: Sequence[Row]) -> list[GridCase]:
         if self.args.tune:
             return tuning_cases(self.grid, steps=self.args.steps)
         if self.args.choose_rates:
-            return staged_cases(self.grid, rows, steps=self.args.steps)
+            return staged_cases(self.grid, self.own(rows), steps=self.args.steps)
         return list(self.grid.cases(lrs=self.rates, steps=self.args.steps))
+
+    def made_otherwise(self, rows: Sequence[Row]) -> list[str]:
+        """Keys of cases whose last row was made with other arguments than this command has."""
+        wanted = {case.key: [*case.arguments, *self.args.train_arguments] for case in self.cases(rows)}
+        last = {row["key"]: row for row in self.own(rows) if row["key"] in wanted and "arguments" in row}
+        return [key for key, row in last.items() if row["arguments"] != wanted[key]]
 
     def whole(self, rows: Sequence[Row]) -> list[GridCase]:
         """The remaining cases, with those whose learning rate is not chosen yet."""
+        rows = self.own(rows)
         if self.args.choose_rates:
             return remaining(whole_sweep(self.grid, rows, steps=self.args.steps), rows)
         return self(rows)
 
     def left(self, rows: Sequence[Row]) -> list[GridCase]:
+        rows = self.own(rows)
         before = [row for row in rows[: self.num_before] if row["status"] == "ok" or row["key"] not in self.retried]
         settling = [*before, *rows[self.num_before :]]
         return remaining(self.cases(settling), settling)
@@ -257,6 +272,12 @@ def main(argv: list[str] | None = None) -> None:
     known = [s for s in expected if s is not None]
     about = f", about {sum(known) / args.jobs:.0f} s" if known else ""
     print(f"{num_cases} cases, {len(left)} to run now{about}", flush=True)
+    if others := listing.made_otherwise(rows):
+        print(
+            f"cases with rows of other arguments in {args.results}: {len(others)}, such as {others[0]}. They are not "
+            "run again: name another file to run them (--results)",
+            flush=True,
+        )
     if args.dry_run:
         for case, s in zip(left, expected, strict=True):
             print(f"{case.key}{f' ({s:.0f} s)' if s else ''}: launch/train.py {shlex.join(sweep.command(case))}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -88,7 +89,7 @@ def functions(source: str) -> Iterator[tuple[str, str, str]]:
     """(name, header, body) of the functions of a module that have a docstring and a moderate length. Methods, decorated
     functions and tests are left out."""
     tree = parse(source) if "\ndef " in f"\n{source}" else None
-    lines = source.splitlines(keepends=True)
+    lines = io.StringIO(source).readlines()  # `splitlines` would also split at form feeds, and Python does not
     for node in tree.body if tree is not None else ():
         if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.name.startswith("test"):
             continue

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from ds_zo.tasks.encoding import common_prefix, pad, position_ids
 from ds_zo.tasks.errors import TaskError
@@ -45,7 +46,7 @@ def complete(
         cut.append(tokenizer.decode(ids[start:]))
     found = [""] * len(prompts)
     for chosen in evaluator.batches([len(ids) for ids in encoded]):
-        longest, most = max(len(encoded[i]) for i in chosen), _num_positions(evaluator.model)
+        longest, most = _longest([encoded[i] for i in chosen], evaluator), _num_positions(evaluator.model)
         if longest >= most:
             raise TaskError(
                 f"a prompt and its continuation must fit the model's positions: a prompt has {longest} tokens, the "
@@ -61,6 +62,17 @@ def complete(
         for i, (text, _) in zip(chosen, batch.texts(), strict=True):
             found[i] = text
     return found
+
+
+def _longest(encoded: Sequence[Sequence[int]], evaluator: Evaluator) -> int:
+    """Most tokens of a prompt in a batch. With several ranks it is that of all ranks' batches: it limits the number of
+    forward passes, which all ranks make together."""
+    longest = max(map(len, encoded))
+    if evaluator.world_size == 1:
+        return longest
+    found = torch.tensor(longest, device=evaluator.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return int(found)
 
 
 class _Batch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import io
 import math
 import re
 from dataclasses import replace
@@ -184,7 +185,7 @@ def _problems(path: Path) -> list[Row]:
         text = gzip.decompress(path.read_bytes()).decode("utf-8")
     except (OSError, EOFError, UnicodeDecodeError) as error:
         raise TaskError(f"{path} must be a gzipped JSONL file: {error}") from None
-    rows = parse_jsonl(text.splitlines(), place=str(path))
+    rows = parse_jsonl(io.StringIO(text), place=str(path))  # `splitlines` would also split inside of strings
     check_fields(rows, FIELDS, task=HumanEval.name, place=str(path))
     return rows
 

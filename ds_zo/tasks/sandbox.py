@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+from ds_zo.tasks.errors import TaskError
+
 GUARD = Path(__file__).with_name("guarded_program.py")
 WALL_S, CPU_S, MEMORY_BYTES = 15.0, 5, 1 << 30
 """Limits of one program. The wall time is longer, for machines with other work."""
@@ -24,7 +26,13 @@ _ENVIRONMENT = {"PATH": os.defpath, "PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS
 
 
 def run_all(programs: Sequence[str], *, wall_s: float = WALL_S, cpu_s: int = CPU_S) -> list[bool]:
-    """Whether each program runs to its end without an error."""
+    """Whether each program runs to its end without an error. Raises if not even an empty program does: scores would be
+    zero for any model."""
+    if programs and not run(""):
+        raise TaskError(
+            f"programs of a model run by {sys.executable} with {MEMORY_BYTES >> 20} MiB of memory within {WALL_S:g} s, "
+            "got an empty program that does not: raise the limits of this process (ulimit -a), or stop other work"
+        )
     at_once = max(1, min(_MAX_AT_ONCE, os.cpu_count() or 1))
     with ThreadPoolExecutor(at_once) as threads:
         return list(threads.map(partial(run, wall_s=wall_s, cpu_s=cpu_s), programs))
@@ -35,23 +43,27 @@ def run(program: str, *, wall_s: float = WALL_S, cpu_s: int = CPU_S) -> bool:
     killed at its end."""
     token = secrets.token_hex(16)
     request = {"program": program, "token": token, "memory_bytes": MEMORY_BYTES, "cpu_s": cpu_s}
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    with (
+        tempfile.TemporaryFile() as written,  # a pipe would have no limit on its bytes
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+    ):
         process = subprocess.Popen(
             [sys.executable, "-I", "-B", str(GUARD)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=written,
             stderr=subprocess.DEVNULL,
             cwd=folder,
             env={**_ENVIRONMENT, "HOME": folder, "TMPDIR": folder},
             start_new_session=True,
         )
         try:
-            written, _ = process.communicate(json.dumps(request).encode(), timeout=wall_s)
+            process.communicate(json.dumps(request).encode(), timeout=wall_s)
         except subprocess.TimeoutExpired:
             return False
         finally:
             _kill(process)
-    return written.decode(errors="replace") == token
+        written.seek(0)
+        return written.read() == token.encode()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -159,6 +159,12 @@ def test_tuning_is_the_part_of_the_grid_that_chooses_rates(
     results.write_text(2 * results.read_text())
     script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results), "--retry-failed"])
     assert "43 to run now" in capsys.readouterr().out, "once more, not for ever"
+    row = {"key": said[0].split(":")[0], "status": "ok", "task": "sst2", "model": "DIR/embedded"}
+    for model, left in (("embedded", 43), ("./other", 44)):
+        results.write_text(json.dumps(row) + "\n")
+        script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results), "--model", model])
+        said = capsys.readouterr().out
+        assert f"44 cases, {left} to run now" in said and f"rows-runs/{Path(model).name}/" in said
     (tmp_path / "boolq").mkdir()
     (tmp_path / "boolq" / "train.jsonl").write_text(json.dumps(TABLES["boolq"][0]) + "\n")
     script.main(["--grid", "smoke", "--tasks", "boolq", "--data-root", str(tmp_path), "--results", "x", "--plan"])
@@ -176,3 +182,18 @@ def test_tuning_is_the_part_of_the_grid_that_chooses_rates(
     assert "tells no rate of lomo, lsp, lsp-dense, zero-offload: run at the grid's own" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"grid smoke has the methods .*; got nope \(--methods\)"):
         script.main(["--grid", "smoke", "--methods", "nope", "--results", "x"])
+
+
+def test_rows_of_other_arguments_are_named(
+    tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "rows.jsonl"
+    command = ["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results)]
+    script.main(command)
+    key = capsys.readouterr().out.splitlines()[1].partition(":")[0]
+    own = next(list(case.arguments) for case in GRIDS["accuracy"].cases() if case.key == key)
+    more = ["--num-eval", "2"]
+    for made, asked, is_named in ((own, [], False), ([*own, *more], [], True), (own, more, True)):
+        results.write_text(json.dumps({"key": key, "status": "ok", "task": "sst2", "arguments": made}) + "\n")
+        script.main([*command, "--", *asked])
+        assert (f"rows of other arguments in {results}: 1, such as {key}" in capsys.readouterr().out) is is_named

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from dataclasses import replace
 from email.message import Message
 from importlib.metadata import Distribution
 from pathlib import Path
@@ -46,7 +47,8 @@ PAIRS = [
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A data folder with two problems and a few pairs."""
-    lines = "".join(json.dumps(problem) + "\n" for problem in PROBLEMS)
+    named = [{**problem, "source": "two\u2028lines"} for problem in PROBLEMS]
+    lines = "".join(json.dumps(problem, ensure_ascii=False) + "\n" for problem in named)
     (tmp_path / humaneval.FILE).write_bytes(gzip.compress(lines.encode()))
     for split, rows in {"train": PAIRS[:8], "dev": PAIRS[8:10], "test": PAIRS[10:]}.items():
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -64,6 +66,16 @@ def test_programs_pass_by_their_tests_and_within_their_limits() -> None:
         "memory": "    return len(bytearray(4 << 30)) and n + n\n",
         "socket": "    import socket\n    socket.create_connection(('127.0.0.1', 9))\n    return n + n\n",
         "process": "    import subprocess\n    subprocess.run(['true'])\n    return n + n\n",
+        "process without subprocess": (
+            "    import multiprocessing\n"
+            "    process = multiprocessing.get_context('spawn').Process(target=print)\n"
+            "    process.start()\n    process.join()\n    return n + n\n"
+        ),
+        "endless output": (
+            "    import os\n    while True:\n        for file in range(3, 9):\n            try:\n"
+            "                os.write(file, bytes(1 << 20))\n"
+            "            except OSError as error:\n                assert error.errno == 9\n"
+        ),
         "reads input": "    input()\n    return n + n\n",
     }
     right = [humaneval.program(problem, problem["canonical_solution"]) for problem in (first, second)]
@@ -71,8 +83,35 @@ def test_programs_pass_by_their_tests_and_within_their_limits() -> None:
     assert found[:2] == [True, True]
     assert sandbox.run("import numpy as np\nassert (np.ones((9, 9)) @ np.ones(9) == 9).all()"), "models do import it"
     assert dict(zip(wrong, found[2:], strict=True)) == dict.fromkeys(wrong, False)
+    own_files = "import tempfile\nwith tempfile.TemporaryDirectory() as d:\n    open(f'{d}/a', 'w').write('b')\n"
+    assert sandbox.run(own_files)
     late = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)\n"
     assert not sandbox.run(late, wall_s=0.5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "open(path, 'w')",
+        "open(path, 'r+')",
+        "os.remove(path)",
+        "os.rename(path, 'here')",
+        "os.chdir('/')\nos.truncate(path, 0)",
+        "os.symlink(path, 'link')\nopen('link', 'w')",
+        "shutil.rmtree(os.path.dirname(path))",
+    ],
+)
+def test_programs_change_no_files_outside_their_folder(change: str, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("kept")
+    assert not sandbox.run(f"import os, shutil\npath = {str(path)!r}\n{change}\n")
+    assert path.read_text() == "kept"
+
+
+def test_a_machine_that_runs_no_program_gives_no_score(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sandbox, "GUARD", tmp_path / "missing.py")
+    with pytest.raises(TaskError, match="empty program that does not: raise the limits"):
+        sandbox.run_all(["pass"])
 
 
 def test_a_body_ends_at_the_first_line_without_indentation() -> None:
@@ -86,7 +125,7 @@ def test_wilsons_interval() -> None:
     assert humaneval.wilson(0, 10)[0] == 0.0 and humaneval.wilson(0, 10)[1] == pytest.approx(0.27753, abs=1e-5)
 
 
-def test_completions_equal_those_of_generate() -> None:
+def test_completions_equal_those_of_generate(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
     prompts = ["def f(x):\n", 'import os\n\ndef parent(path):\n    """Return the parent."""\n', "for i in"]
@@ -103,6 +142,12 @@ def test_completions_equal_those_of_generate() -> None:
     assert text == tokenizer.decode(wanted, skip_special_tokens=True).removeprefix("\n"), "it joins \\n and spaces"
     early = complete(evaluator, prompts[:1], tokenizer, max_new_tokens=400, is_done=lambda text: "\n" in text)
     assert len(tokenizer(early[0])["input_ids"]) < 100
+    passes: list[int] = []
+    with monkeypatch.context() as patched, model.register_forward_hook(lambda *_: passes.append(1)):
+        patched.setattr(torch.distributed, "all_reduce", lambda found, op: found.fill_(505))
+        two = replace(evaluator, world_size=2)
+        complete(two, ["def f(x):"], tokenizer, max_new_tokens=20, is_done=lambda text: False)
+    assert len(passes) == 7, "as many as of the other rank, whose prompt has 505 tokens"
     with pytest.raises(TaskError, match=r"prompt has \d+ tokens, the model 512 positions"):
         complete(evaluator, ["word " * 600], tokenizer, max_new_tokens=1, is_done=lambda text: True)
 
@@ -144,6 +189,7 @@ def test_pairs_leave_out_the_test_problems() -> None:
     _, header, body = next(functions(SOURCE))
     assert header.startswith("def joined(parts, sep):") and header.endswith('ones."""\n')
     assert body == "    kept = [part for part in parts if part]\n    return sep.join(kept)\n"
+    assert list(functions("\x0c\n" + SOURCE)) == list(functions(SOURCE)), "Python counts no line at a form feed"
     solution = "def other(v):\n    return max(values, key=len) if len(values) > 1 else 0\n"
     excluded = Excluded.of([solution], names=["longest"])
     assert [name for name, header, body in functions(SOURCE) if not excluded.has(name, header + body)] == ["joined"]
