@@ -10,7 +10,7 @@ from contextlib import suppress
 import torch
 from deepspeed.utils import logger
 
-from ds_zo.streaming.pinned_ring import PinnedRing, attach_ring, close_ring, detach_ring, make_ring
+from ds_zo.streaming.pinned_ring import PinnedRing, attach_ring, close_ring, detach_ring, drop_ring, make_ring
 from ds_zo.streaming.units import Unit
 
 PAGE = 4096
@@ -93,7 +93,7 @@ class HostStore:
         if ring is None:
             return False
         self._ring = ring
-        weakref.finalize(self, close_ring, ring).atexit = False
+        weakref.finalize(self, drop_ring, ring).atexit = False
         return True
 
     @property

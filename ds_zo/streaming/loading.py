@@ -105,9 +105,15 @@ def read_all(module: nn.Module) -> None:
     for own_name, p in module.named_parameters():
         name = _name_in_source(module, own_name, p)
         if p.is_meta and name is not None:
+            value = source(name)
+            if value.shape != p.shape:
+                raise ValueError(
+                    f"{own_name} has shape {tuple(p.shape)}, got {tuple(value.shape)} in the model's files: use the "
+                    "config.json that belongs to them"
+                )
             p.__class__ = nn.Parameter
-            value = nn.Parameter(source(name).to(p.dtype), requires_grad=p.requires_grad)
-            torch._C._swap_tensor_impl(p, value)  # as in Unit.leave_meta
+            read = nn.Parameter(value.to(p.dtype), requires_grad=p.requires_grad)
+            torch._C._swap_tensor_impl(p, read)  # as in Unit.leave_meta
 
 
 def _name_in_source(module: nn.Module, name: str, parameter: nn.Parameter) -> str | None:
@@ -131,6 +137,11 @@ def put_back(module: nn.Module, parameter: nn.Parameter) -> None:
 def has_source(module: nn.Module, parameter: nn.Parameter) -> bool:
     """Whether the module's source provides the parameter's values."""
     return parameter in getattr(module, _NAMES, ())
+
+
+def forget_source(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Called when other values were stored for a parameter: the module's source does not provide these."""
+    getattr(module, _NAMES, {}).pop(parameter, None)
 
 
 def source_of(module: nn.Module) -> str:
@@ -214,7 +225,7 @@ class SafetensorsSource:
                     self._file_of = dict.fromkeys(file.keys(), single)
             else:
                 raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
-        except (SafetensorError, ValueError, KeyError) as error:
+        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
             path = index if index.exists() else single
             raise ValueError(f"{path} is damaged or cut off ({error}): download or save the model again") from error
 

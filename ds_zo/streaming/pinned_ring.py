@@ -26,10 +26,11 @@ from typing import Any
 
 import torch
 
-RING_NBYTES = 512 * 2**20
+RING_NBYTES = 256 * 2**20
 """Pinned memory of a ring. A system that refuses it is asked for half as much, and so on."""
-SLICE_NBYTES = 16 * 2**20
-_MOST_COPIERS = 8
+SLICE_NBYTES = 8 * 2**20
+_MOST_COPIERS = 12
+"""More threads than 8 are needed to feed a link of 55 GB/s (`benchmarks/results/h200_pinned_ring.jsonl`)."""
 _FEWEST_SLICES = 4
 
 
@@ -116,7 +117,7 @@ class PinnedRing:
 
     def __init__(self, slices: Sequence[torch.Tensor], device: DeviceSide, *, num_copiers: int) -> None:
         """`slices` are uint8 tensors of one size."""
-        assert len(slices) >= 2
+        assert len(slices) >= 2 and len({piece.numel() for piece in slices}) == 1
         self._slices = list(slices)
         self._device = device
         self._sent: list[Any] = [None] * len(slices)
@@ -139,9 +140,14 @@ class PinnedRing:
         filled.upload = upload.done
         self._uploads.put(upload)
 
-    def close(self) -> None:
-        """Ends the threads, after the uploads that were asked for."""
+    def end(self) -> None:
+        """Lets the threads end after the uploads that were asked for. Does not wait for them: Python's garbage
+        collector may call this on one of these threads."""
         self._uploads.put(None)
+
+    def close(self) -> None:
+        """Ends the threads, and waits for them and for the uploads that were asked for."""
+        self.end()
         self._thread.join()
         self._copiers.shutdown()
         self._device.synchronize()
@@ -157,6 +163,7 @@ class PinnedRing:
                 upload.done.set_exception(error)
             else:
                 upload.done.set_result(None)
+        self._copiers.shutdown(wait=False)
 
     def _make(self, upload: _Upload) -> None:
         self._device.wait(upload.after)
@@ -202,7 +209,7 @@ def make_ring(
     if memory is None:
         return None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_copiers = num_copiers or max(1, min(_MOST_COPIERS, cores // 2))
+    num_copiers = num_copiers or max(1, min(_MOST_COPIERS, 3 * cores // 4))
     return PinnedRing(memory.split(slice_nbytes), DeviceSide(device), num_copiers=num_copiers)
 
 
@@ -220,10 +227,16 @@ def detach_ring(buffer: torch.Tensor) -> None:
 
 
 def close_ring(ring: PinnedRing) -> None:
-    """Detaches the ring from all buffers and ends its threads."""
+    """Detaches the ring from all buffers, and ends its threads."""
+    drop_ring(ring)
+    ring.close()
+
+
+def drop_ring(ring: PinnedRing) -> None:
+    """As `close_ring`, for the ring of an object that was collected: waits for no thread."""
     for address in [address for address, found in _ring_of.items() if found is ring]:
         del _ring_of[address]
-    ring.close()
+    ring.end()
 
 
 def upload_(target: torch.Tensor, source: torch.Tensor, filled: Any) -> None:

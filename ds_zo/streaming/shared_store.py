@@ -70,6 +70,9 @@ class SharedStore(RanksStore):
         self._pinned: dict[int, torch.Tensor] = {}
         """Pinned memory by the buffer's address: the whole buffer, or the pages of this rank's piece of it."""
         self._end = header
+        self._meets_in_take = self._pin
+        """Whether `take` zeroes this rank's piece and meets the other ranks. Equal on all ranks, as `_pin` is not: one
+        rank alone may be refused pinned memory."""
         if self._pin:
             self._register(memory.tensor[:header])
 
@@ -98,11 +101,11 @@ class SharedStore(RanksStore):
         buffer = self._memory.tensor[begin : begin + nbytes]
         piece = self.partition.piece(nbytes)
         self.nbytes += piece.stop - piece.start
-        if self._pin:
+        if self._meets_in_take:
             if piece.stop > piece.start:
                 buffer[piece].zero_()  # allocates the pages, on this rank's NUMA node, before they are registered
                 pages = slice(begin + piece.start // PAGE * PAGE, begin + _pages(piece.stop))
-                if self._register(self._memory.tensor[pages]):
+                if self._pin and self._register(self._memory.tensor[pages]):
                     self._pinned[buffer.data_ptr()] = self._memory.tensor[pages]
                     self.pinned_nbytes += piece.stop - piece.start
             self.node.barrier()  # otherwise a late rank would zero values that another rank has stored

@@ -859,8 +859,8 @@ def test_the_table_of_a_gpu(seen, monkeypatch):
     assert rows["model"].endswith("all trained, bfloat16"), "the model's dtype, which this JSON does not name"
     assert rows["learning rate"] == "0.001, 0.0001, no scheduler"
     assert rows["ranks"] == "3, each with its own batch"
-    ring = "a pinned ring of 512 MiB over pageable memory"
-    monkeypatch.setattr(store.store, "_ring", SimpleNamespace(nbytes=512 * 2**20))
+    ring = "a pinned ring of 256 MiB over pageable memory"
+    monkeypatch.setattr(store.store, "_ring", SimpleNamespace(nbytes=256 * 2**20))
     for pinned, said in ((0, ring), (999, f"1.0 kB pinned, the rest through {ring}")):
         monkeypatch.setattr(store.store, "pinned_nbytes", pinned)
         text = startup_table(engine, model)

@@ -19,7 +19,7 @@ from torch import nn
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from ds_zo.ops import mxfp4, nf4
-from ds_zo.streaming.loading import SafetensorsSource, load_pretrained
+from ds_zo.streaming.loading import SafetensorsSource, load_pretrained, read_all
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -407,6 +407,17 @@ def test_dora_reads_the_weights_that_it_needs(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+def test_weights_of_other_shapes_than_the_config_says_are_refused(tmp_path: Path) -> None:
+    """By an engine that streams them, and by one that reads all of them at once."""
+    folder = save(tiny_model("llama"), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "intermediate_size": 2 * config["intermediate_size"]}))
+    for use in (read_all, lambda model: engine_for(model, zo_json())):
+        with pytest.raises(ValueError, match=r"mlp\.\w+\.weight has shape \(\d+, \d+\), got \(\d+, \d+\)"):
+            use(load_pretrained(hf.AutoModelForCausalLM, folder))
+
+
 def test_prompt_tuning_reads_the_embedding(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     folder = save(tiny_model("llama"), tmp_path / "model")
@@ -431,6 +442,7 @@ def test_prompt_tuning_reads_the_embedding(tmp_path: Path) -> None:
 def test_adapters_that_change_the_base_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
     if settings["init_lora_weights"] == "loftq":
         pytest.importorskip("scipy")
+        pytest.importorskip("bitsandbytes")
     folder = save(tiny_model("llama"), tmp_path / "model")
     with pytest.raises(NotImplementedError, match=r"got a call of .* outside: load the model with from_pretrained"):
         lora_over(load_pretrained(hf.AutoModelForCausalLM, folder), **settings)
@@ -478,13 +490,33 @@ def test_a_shard_that_is_cut_off_is_named(tmp_path: Path) -> None:
     model = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder))
     with pytest.raises(ValueError, match=rf"{shard.name} is damaged or cut off, so .* cannot be read"):
         engine_for(model, zo_json(**NF4))
-    (tmp_path / "model" / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ValueError, match=r"index.json is damaged or cut off .*: download or save the model again"):
-        load_pretrained(hf.AutoModelForCausalLM, folder)
+    for text in ("{", "[]", '{"weight_map": []}'):
+        (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ValueError, match=r"index.json is damaged or cut off .*: download or save the model again"):
+            load_pretrained(hf.AutoModelForCausalLM, folder)
     single = Path(save(tiny_model("llama"), tmp_path / "single"), "model.safetensors")
     single.write_bytes(single.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"model.safetensors is damaged or cut off .*: download or save the model"):
         load_pretrained(hf.AutoModelForCausalLM, str(single.parent))
+
+
+@pytest.mark.parametrize("backend", ["zo", "adapter"])
+def test_a_base_weight_that_was_written_outlives_its_engine(backend: str, tmp_path: Path) -> None:
+    """The files hold another value. Weights that were not written are unread again."""
+    folder = save(tiny_model("llama").bfloat16(), tmp_path / "model")
+    model = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="nf4"))
+    config = zo_json(bf16={"enabled": True})
+    if backend == "adapter":
+        config |= {"optimizer": {"type": "AdamW"}, "ds_zo": {"backend": "adapter"}}
+    name = next(name for name, _ in model.named_parameters() if "k_proj" in name)
+    engine = engine_for(model, config)
+    model.load_state_dict({name: torch.full(model.get_parameter(name).shape, 0.25)}, strict=False)
+    engine.destroy()
+    again = engine_for(model, config)
+    assert (model.state_dict()[name] == 0.25).all()
+    again.destroy()
+    assert (model.get_parameter(name) == 0.25).all()
+    assert model.get_parameter(name.replace("k_proj", "o_proj")).is_meta
 
 
 def test_checkpoints_leave_the_base_out_and_know_it(tmp_path: Path) -> None:

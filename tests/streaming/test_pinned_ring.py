@@ -20,6 +20,7 @@ from ds_zo.streaming.pinned_ring import (
     attach_ring,
     close_ring,
     detach_ring,
+    drop_ring,
     upload_,
 )
 
@@ -191,3 +192,32 @@ def test_memory_without_a_ring_is_copied_at_once(device: LateDevice) -> None:
     upload_(target, random_bytes(20, 1), None)
     assert torch.equal(target, random_bytes(20, 1))
     ring.close()
+
+
+def test_a_garbage_collector_may_drop_a_ring_on_its_own_threads(
+    device: LateDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring makes the uploads that were asked for, and then its threads end."""
+    plain = pinned_ring._copy
+
+    def collecting(target: torch.Tensor, source: torch.Tensor) -> None:
+        drop_ring(ring)
+        plain(target, source)
+
+    monkeypatch.setattr(pinned_ring, "_copy", collecting)
+    ring = ring_of(device, num_slices=4, slice_nbytes=8)
+    source, target, event = random_bytes(100, 0), torch.zeros(100, dtype=torch.uint8), UploadEvent()
+    ring.upload(target, source, event)
+    assert event.upload is not None
+    event.upload.result(timeout=20)
+    event.synchronize()
+    assert torch.equal(target, source)
+    for thread in (ring._thread, *ring._copiers._threads):
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+def test_slices_of_several_sizes_are_refused(device: LateDevice) -> None:
+    """A copy of a whole slice would write behind a shorter one."""
+    with pytest.raises(AssertionError):
+        PinnedRing(torch.zeros(20, dtype=torch.uint8).split(8), device, num_copiers=1)

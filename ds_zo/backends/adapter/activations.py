@@ -26,8 +26,8 @@ class HostInputs:
         self._store = HostStore(device, pin=pin, ring=False)  # inputs are not uploaded by `pinned_ring.upload_`
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         """The side stream of all copies; None without CUDA."""
-        self._free: dict[int, list[torch.Tensor]] = {}
-        """Buffers that hold no input, by their bytes."""
+        self._free: list[torch.Tensor] = []
+        """Buffers that hold no input."""
         self._kept: weakref.WeakValueDictionary[int, KeptInput] = weakref.WeakValueDictionary()
         """Inputs that a backward may need, by their position in the order of saving."""
         self._num_saved = 0
@@ -52,11 +52,23 @@ class HostInputs:
     def _keep(self, tensor: torch.Tensor) -> KeptInput:
         if (last := self._kept.get(self._num_saved - 1)) is not None:
             last.release_device()
-        free = self._free.setdefault(tensor.nbytes, [])
-        kept = KeptInput(self, tensor, free.pop() if free else self._store.take(tensor.nbytes), self._num_saved)
+        kept = KeptInput(self, tensor, self._take(tensor.nbytes), self._num_saved)
         self._kept[self._num_saved] = kept
         self._num_saved += 1
         return kept
+
+    def _take(self, nbytes: int) -> torch.Tensor:
+        """The smallest free buffer of at least `nbytes`, or a new one. A new one replaces the smallest free buffer, so
+        that batches of many lengths need no more buffers than those of one length."""
+        by_size = sorted(range(len(self._free)), key=lambda i: self._free[i].nbytes)
+        fitting = next((i for i in by_size if self._free[i].nbytes >= nbytes), None)
+        if fitting is not None:
+            return self._free.pop(fitting)
+        if by_size:
+            if self.stream is not None:
+                self.stream.synchronize()  # the buffer's last upload may be under way
+            self._store.free(self._free.pop(by_size[0]))
+        return self._store.take(nbytes)
 
     def fetch(self, kept: KeptInput) -> torch.Tensor:
         """The input on the device, for the compute stream. Starts the upload of the input that was saved before it."""
@@ -75,7 +87,7 @@ class HostInputs:
         return torch.cuda.stream(self.stream)
 
     def take_back(self, buffer: torch.Tensor) -> None:
-        self._free.setdefault(buffer.nbytes, []).append(buffer)
+        self._free.append(buffer)
 
     def close(self) -> None:
         if self.stream is not None:
@@ -89,7 +101,7 @@ class KeptInput:
     def __init__(self, owner: HostInputs, tensor: torch.Tensor, buffer: torch.Tensor, number: int) -> None:
         self.number = number
         self._owner = owner
-        self._shape, self._dtype = tensor.shape, tensor.dtype
+        self._shape, self._dtype, self._nbytes = tensor.shape, tensor.dtype, tensor.nbytes
         self._host = buffer
         self._copied = None if owner.stream is None else torch.cuda.Event()
         """Recorded after the last copy of this input, to the host or back."""
@@ -98,7 +110,7 @@ class KeptInput:
         self._copy(self._view(), tensor)
 
     def _view(self) -> torch.Tensor:
-        return self._host.view(self._dtype).view(self._shape)
+        return self._host[: self._nbytes].view(self._dtype).view(self._shape)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with self._owner.on_side_stream(), torch.no_grad():

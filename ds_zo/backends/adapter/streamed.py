@@ -24,7 +24,7 @@ from ds_zo.backends.recompute.blocks import refuse_router_logits
 from ds_zo.backends.recompute.wrapping import SingleBackward, forward_pass
 from ds_zo.config import Resolved
 from ds_zo.records.environment import host_free_bytes
-from ds_zo.streaming.loading import has_source, put_back
+from ds_zo.streaming.loading import forget_source, has_source, put_back
 from ds_zo.streaming.runtime import Slot
 from ds_zo.streaming.units import PlacedParameter, Unit
 
@@ -132,6 +132,7 @@ class FrozenModuleState(RecomputedModuleState):
 
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         self.num_writes += 1
+        forget_source(self._module, parameter)
         super().write(parameter, value)
 
     def read_stored(self, name: str, value: torch.Tensor) -> torch.Tensor:

@@ -42,9 +42,14 @@ class AdapterParameters:
         self._process_group = process_group
         names = {id(p): name for name, p in module.named_parameters()}
         self._trained: list[Trained] = []
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        """Names and parameters of the optimizer that may not be trained."""
         for group in optimizer.param_groups:
             for i, p in enumerate(group["params"]):
-                if id(p) not in chosen or id(p) not in names:
+                if id(p) not in names:
+                    continue
+                if id(p) not in chosen:
+                    self._frozen.append((names[id(p)], p))
                     continue
                 master = p
                 if p.dtype in (torch.bfloat16, torch.float16):
@@ -53,7 +58,6 @@ class AdapterParameters:
                     if p in optimizer.state:
                         optimizer.state[master] = optimizer.state.pop(p)
                 self._trained.append(Trained(names[id(p)], p, master))
-
         self._master_of = {id(t.parameter): t.master for t in self._trained if t.has_master}
 
     @property
@@ -62,6 +66,15 @@ class AdapterParameters:
         return sum(t.master.nbytes for t in self._trained if t.has_master)
 
     # Gradients
+
+    def check_frozen(self) -> None:
+        """Raises if a parameter of the optimizer may not be trained and requires a gradient."""
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise ValueError(
+                    f"parameter {name} was frozen when deepspeed.initialize ran, so its gradients would not be "
+                    "averaged, clipped or dropped: unfreeze it before initialize, or freeze it again"
+                )
 
     def collect_gradients(self) -> None:
         """Adds the gradients of 16-bit parameters to those of their masters, and frees them."""

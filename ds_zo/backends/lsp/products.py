@@ -60,7 +60,8 @@ class LaunchCache:
         return launches if same and launches.is_valid() else None
 
     def put(self, key: tuple[int, ...], matrices: Sequence[MatrixState], launches: PreparedLaunches | None) -> None:
-        if launches is not None:
+        """Keeps launches that can be repeated. Others may hold copies of whole gradients."""
+        if launches is not None and launches.is_valid():
             if len(self._launches) >= _MAX_CACHED:
                 self._launches.clear()
             self._launches[key] = launches, [matrix.subspace for matrix in matrices]

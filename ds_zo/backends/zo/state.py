@@ -11,7 +11,7 @@ from torch import nn
 from ds_zo.backends.common.module_state import ModuleState
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.materialise import Materialiser
-from ds_zo.streaming.loading import has_source, put_back
+from ds_zo.streaming.loading import forget_source, has_source, put_back
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import PlacedParameter, Unit
 
@@ -115,7 +115,7 @@ class ReplayedState(ModuleState):
     def return_weights(self) -> None:
         """Leaves the weights of the current step in the module, which outlives the engine: scripts save it, Trainer
         trains it again. A unit whose stored form differs from its parameters' dtype gets new memory. Frozen parameters
-        that were stored in fewer bits are left unread if their source can be read again."""
+        that were stored in fewer bits are left unread if their source provides the same values again."""
         store, are_current = self._block_store, True
         for unit in store.placement.units:
             if not unit.viewable:
@@ -133,6 +133,9 @@ class ReplayedState(ModuleState):
 
     def _return_narrow_unit(self, unit: Unit) -> None:
         """Leaves a unit in the module whose stored form differs from its parameters' dtype."""
+        for placed in unit.placed:
+            if placed.name not in self._block_store.base:
+                forget_source(self._module, placed.parameter)
         unread = {
             id(placed.parameter)
             for part in unit.parts

@@ -147,6 +147,19 @@ def test_a_stored_parameter_that_is_asked_to_train_is_refused() -> None:
         train(engine, batches(1))
 
 
+def test_a_parameter_outside_the_blocks_that_is_unfrozen_later_is_refused() -> None:
+    """It is on the device in its own dtype, so its gradient would come, and stay from step to step."""
+    model = adapted()
+    engine = start(model, adapter_json(), optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2))
+    train(engine, batches(1))
+    embeddings = model.get_input_embeddings().weight
+    embeddings.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight was frozen .* unfreeze it before initialize"):
+        train(engine, batches(1))
+    embeddings.requires_grad_(False)
+    train(engine, batches(1))
+
+
 def test_frozen_dtype_needs_a_frozen_base() -> None:
     model = adapted()
     model.requires_grad_(True)

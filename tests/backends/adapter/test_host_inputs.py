@@ -10,7 +10,7 @@ import torch
 from adapter_runs import adapted, adapter_json, batches, start, train
 from stream_clocks import Buffer, ClockedRuntime, Races, install
 
-from ds_zo.backends.adapter.activations import KeptInput
+from ds_zo.backends.adapter.activations import HostInputs, KeptInput
 from ds_zo.streaming import block_store
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -54,3 +54,18 @@ def test_copies_and_kernels_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KeptInput, "wait", lambda self: None)
     assert any("input" in text for text in races_of(monkeypatch).found)
+
+
+def test_batches_of_many_lengths_need_as_many_buffers_as_those_of_one() -> None:
+    inputs = HostInputs(torch.device("cpu"), pin=False)
+    most = 0
+    for length in (3, 9, 5, 7, 2, 8, 9, 4):
+        first = torch.full((length, 4), 2.0, requires_grad=True)
+        hidden = first
+        for _ in range(3):
+            with inputs.saving([hidden]):
+                hidden = hidden**2
+        most = max(most, 3 * first.nbytes)
+        assert inputs.nbytes <= most
+        hidden.sum().backward()
+        assert first.grad is not None and (first.grad == 8 * 2.0**7).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from functools import partial
 
 import pytest
@@ -13,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_zo.backends.lsp.device_group import DeviceAdam, DeviceGroup
 from ds_zo.backends.lsp.matrices import MatrixState, find_matrices, group_matrices
-from ds_zo.backends.lsp.products import Rate
+from ds_zo.backends.lsp.products import LaunchCache, Rate
 from ds_zo.config import LSPParams
+from ds_zo.projectors import PreparedLaunches
 
 SETTINGS = LSPParams(lr=1e-2, subspace_dim=6, nonzeros_per_row=2, projector="random", edge="dense")
 CPU = torch.device("cpu")
@@ -94,3 +96,15 @@ def test_another_layer_adds_few_torch_calls(monkeypatch: pytest.MonkeyPatch) -> 
                 adam.step(partial(rates, step=step), factor=1.0)
         counts.append(counter.num_calls)
     assert counts[1] - counts[0] <= 10 * 2
+
+
+def test_launches_that_cannot_be_repeated_are_not_kept() -> None:
+    """They hold copies of operands, which may be whole gradients."""
+    copy = torch.zeros(4)
+    kept = weakref.ref(copy)
+    launches = PreparedLaunches(CPU)
+    launches.add([], copies=[copy])
+    cache = LaunchCache()
+    cache.put((1,), [], launches)
+    del launches, copy
+    assert kept() is None
