@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 SPEED, LOSS, TRAINING = "h200_adapter.jsonl", "cpu_nf4_loss.jsonl", "h200_nf4.jsonl"
 NAMES = {
     "7b/nf4-streamed": "LLaMA-7B, AdamW, NF4, all blocks streamed",
-    "7b/nf4-streamed-inputs": "the same, inputs of blocks on the host",
+    "7b/nf4-streamed-inputs": "LLaMA-7B, AdamW, NF4, all blocks streamed, inputs of blocks on the host",
     "7b/nf4-resident": "LLaMA-7B, AdamW, NF4, all blocks on the GPU",
     "7b/bf16-streamed": "LLaMA-7B, AdamW, bf16, all blocks streamed",
     "13b/bf16-link": "LLaMA-13B, AdamW, bf16, all blocks streamed",
@@ -45,34 +45,36 @@ def rows_of(file: str) -> list[Row]:
 
 
 def adapter_speed() -> str:
-    """The last row of each case."""
-    last = {row["case"]: row for row in rows_of(SPEED) if row["case"] in NAMES and "tokens_per_s" in row}
-    if not last:
+    """A line for each row: by run, then in the order of `NAMES`."""
+    order = list(NAMES)
+    rows = [row for row in rows_of(SPEED) if row["case"] in NAMES and "tokens_per_s" in row]
+    rows.sort(key=lambda row: (row["run_id"], order.index(row["case"])))
+    if not rows:
         return ""
+    runs = sorted({row["run_id"] for row in rows})
     body = []
-    for case in (case for case in NAMES if case in last):
-        row = last[case]
+    for row in rows:
         busy = row.get("link_busy")
         body.append(
             [
-                NAMES[case],
+                NAMES[row["case"]],
                 f"{row['batch']} x {row['length']:,}",
                 speed(row),
                 _beside_plan(row, "peak_gb", "planned_device_gb"),
                 _beside_plan(row, "host_peak_gb", "planned_host_gb"),
                 "" if busy is None else f"{100 * busy:.0f}%",
-                row["run_id"],
+                str(1 + runs.index(row["run_id"])),
             ]
         )
     conditions = (
         "One H200, random weights in bf16 or NF4, LoRA of rank 16 on all linear layers of the blocks. Limits of GPU "
         "memory are enforced. All blocks of OPT-175B have the weights of the first. Memory is the peak, in "
-        "GB, with that of `ds-zo plan` in brackets. The last column is the share of a step in which uploads occupy the "
+        "GB, with that of `ds-zo plan` in brackets. `link busy` is the share of a step in which uploads occupy the "
         f"link, at the rate that uploads have alone. The speed is that of the median step. {STEPS} Compare lines of "
-        "one run. The rows of a speed without brackets have no spread:"
+        "one run; the runs are numbered as below the table:"
     )
     heads = ["model, optimizer, base", "tokens a step", "tokens/s", "GPU", "host", "link busy", "run"]
-    return "\n\n".join([conditions, table(heads, body), source(list(last.values()), suite("adapter_speed", ""))])
+    return "\n\n".join([conditions, table(heads, body), source(rows, suite("adapter_speed", ""))])
 
 
 def _beside_plan(row: Row, measured: str, planned: str) -> str:
@@ -124,7 +126,10 @@ def nf4_training() -> str:
         "lowest and the highest in brackets. The training loss is the mean over the second half of the steps:"
     )
     heads = ["model", "", "task", "steps", "seeds", "over bf16", "over NF4", "difference", "training loss"]
-    return "\n\n".join([conditions, table(heads, body), source(rows, sweep("nf4", "--choose-rates"))])
+    pairs = "--methods lora,lora-nf4"
+    commands = sweep("nf4", pairs), sweep("nf4", f"{pairs} --lrs 2e-4 --steps 60 --seeds 0 -- --eval-batch-size 32")
+    used = [row for row in rows if row["method"] in ("lora", "lora-nf4")]
+    return "\n\n".join([conditions, table(heads, body), f"{source(used, *commands)} The second command is Qwen's."])
 
 
 def _by_seed(rows: Sequence[Row], task: str) -> dict[int, Row]:

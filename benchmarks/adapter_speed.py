@@ -140,7 +140,7 @@ CASES = {
         for cap_gb in (24, 12)
     },
 }
-"""By name. Expected seconds are for an H200 with 16 cores; nothing has been measured before."""
+"""By name. Expected seconds are for an H200 with 16 cores."""
 
 
 def cases_of(*, device: str = "cuda", tiny: bool = False) -> list[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from benchmarks.sources import RESULTS, STEPS, ms, read_rows, source
@@ -22,13 +23,12 @@ def lean() -> str:
         rows = last_run(path, None)
         body = []
         for row in contenders(rows):
-            cells = [row["contender"]]
+            cells = [_title(row["contender"])]
             if row["status"] == "ok":
-                cells += [f"{row['tokens_per_s_mean']:,.0f}", ms(row)]
-                cells += [shown(row.get("peak_gb")), shown(host_gb(row)), row["settings"]]
+                cells += [f"{row['tokens_per_s_mean']:,.0f}", ms(row), shown(row.get("peak_gb")), shown(host_gb(row))]
             else:
-                cells += [reason_of(row), "", "", "", row["settings"]]
-            body.append(cells)
+                cells += [reason_of(row), "", "", ""]
+            body.append([*cells, re.sub(r"\bas ([\w-]+),", lambda found: f"as {_title(found[1])},", row["settings"])])
         heads = ["", "tokens/s, mean", "ms, median", "GPU GB", "host GB", "set up as"]
         named = [row | {"file": path.relative_to(RESULTS).as_posix()} for row in rows]
         first = contenders(rows)[0]
@@ -38,6 +38,11 @@ def lean() -> str:
         parts = (said, table(heads, body), beside_others(contenders(rows)), made)
         blocks.append("\n\n".join(part for part in parts if part))
     return "\n\n".join(blocks)
+
+
+def _title(name: str) -> str:
+    """A contender's name in the tables."""
+    return ALL[name].title if name in ALL else name
 
 
 def compare_command(rows: Sequence[Row], out: str) -> str:
@@ -77,10 +82,10 @@ def beside_others(rows: Sequence[Row]) -> str:
         for row in ours:
             least, most = other["step_s_min"] / row["step_s_max"], other["step_s_max"] / row["step_s_min"]
             mean = row["tokens_per_s_mean"] / other["tokens_per_s_mean"]
-            ratios.append(f"{row['case']} {mean:.2f} ({least:.2f} to {most:.2f})")
-        said.append(f"of {other['case']}'s: {', '.join(ratios)}")
+            ratios.append(f"{_title(row['case'])} {mean:.2f} ({least:.2f} to {most:.2f})")
+        said.append(f"of {_title(other['case'])}: {', '.join(ratios)}")
     micro = "" if all(row["params"]["spec"].get("accumulation", 1) == 1 for row in done) else ", tokens a step equal"
-    return f"In this run{micro}, mean tokens/s as a multiple {'; '.join(said)}."
+    return f"In this run{micro}, mean tokens/s as a multiple of those {'; '.join(said)}."
 
 
 def zero2_start() -> str:

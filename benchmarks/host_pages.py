@@ -13,8 +13,8 @@ from ds_zo.records.rows import Row, table
 HOSTS = "h200_hosts.jsonl"
 _SUITES = ("lomo", "lsp")
 NAMES = {
-    "hosts.1.3b.1x2048": "OPT-1.3B, 1 x 2,048, ZO on the GPU",
-    "hosts.1.3b.4x512": "OPT-1.3B, 4 x 512, ZO on the GPU",
+    "hosts.1.3b.1x2048": "OPT-1.3B, ZO on the GPU, 1 x 2,048",
+    "hosts.1.3b.4x512": "OPT-1.3B, ZO on the GPU, 4 x 512",
     "hosts/1.3b/4/ceiling": "LLaMA-1.3B, forward and backward alone",
     "hosts/1.3b/4/adamw-torch": "LLaMA-1.3B, AdamW of PyTorch, fused, bf16 states",
     "hosts/1.3b-hooks": "LLaMA-1.3B, SGD in plain hooks",
@@ -31,7 +31,7 @@ NAMES = {
 """By case of `zo_speed`, `lomo_speed` and `lsp_speed`, preset `hosts`. A case with compiled blocks has "-compiled" at
 its end."""
 SCHEDULES = {
-    "lsp-512": "all of Algorithm 3",
+    "lsp-512": "the whole schedule",
     "late-uploads": "updates are uploaded when the next forward needs them",
     "first-come": "copies and Adam in the order of arrival",
     "late-first-come": "both",
@@ -44,9 +44,8 @@ def _rows() -> list[Row]:
 
 
 def slow_hosts() -> str:
-    """A line for each row: by machine, then in the order of `NAMES`."""
+    """A table for each machine, with a line for each row in the order of `NAMES`."""
     rows = _rows()
-    machines = list(dict.fromkeys(row.get("machine") for row in rows))
     titles = {
         case + suffix: name + words
         for case, name in NAMES.items()
@@ -54,23 +53,26 @@ def slow_hosts() -> str:
     }
     order = list(titles)
     used = [row for row in rows if row["case"] in titles]
-    used.sort(key=lambda row: (machines.index(row.get("machine")), order.index(row["case"])))
-    body = []
-    for row in used:
-        two_cores_s, busy_s = row["two_cores_s"], row["gpu_busy_s"]
-        cells = [f"{1e3 * two_cores_s:.0f}", f"{1e3 * busy_s:.0f}", f"{two_cores_s / busy_s:.2f}"]
-        machine = str(1 + machines.index(row.get("machine")))
-        body.append([titles[row["case"]], ms(row), *cells, f"{row['peak_gb']:.1f}", machine])
-    if not body:
+    machines = list(dict.fromkeys(row.get("machine") for row in used))
+    used.sort(key=lambda row: order.index(row["case"]))
+    if not used:
         return ""
-    conditions = (
+    parts = [
         "One H200, random weights in bf16; LLaMA at 4 x 1,024 tokens with activation checkpointing. Milliseconds a "
-        "step with 16 cores and with the same process on two of them, and those in which the GPU is busy. Compare "
-        f"lines of one machine. {STEPS}"
-    )
-    heads = ["", "16 cores", "two cores", "GPU busy", "two cores / busy", "GPU GB", "machine"]
+        "step with 16 cores, milliseconds with the same process on two of them, and those of a step in which the GPU "
+        "is busy. `SGD in plain hooks` is a few lines of PyTorch that update each weight when its gradient arrives. A "
+        f"table for each machine: compare lines of one table. {STEPS}"
+    ]
+    for num, machine in enumerate(machines, start=1):
+        heads = [f"machine {num}", "16 cores", "two cores", "GPU busy", "two cores / busy", "GPU GB"]
+        body = []
+        for row in (row for row in used if row.get("machine") == machine):
+            two_cores_s, busy_s = row["two_cores_s"], row["gpu_busy_s"]
+            cells = [f"{1e3 * two_cores_s:.0f}", f"{1e3 * busy_s:.0f}", f"{two_cores_s / busy_s:.2f}"]
+            body.append([titles[row["case"]], ms(row), *cells, f"{row['peak_gb']:.1f}"])
+        parts.append(table(heads, body))
     commands = suite("zo_speed", "preset hosts"), *(suite(f"{name}_speed", "run --preset hosts") for name in _SUITES)
-    return f"{conditions}\n\n{table(heads, body)}\n\n{source(used, *commands)}"
+    return "\n\n".join([*parts, source(used, *commands)])
 
 
 def lsp_schedule() -> str:

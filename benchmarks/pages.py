@@ -33,6 +33,7 @@ from benchmarks.qwen_pages import QWEN_BLOCKS
 from benchmarks.recipes import OWN_ROWS
 from benchmarks.sources import STEPS, gb, ms, ratio, read_rows, source, speed, suite, sweep
 from benchmarks.sweep import rows_of
+from benchmarks.zo_study_pages import ZO_STUDY_BLOCKS
 from ds_zo.bench.report import speed_range
 from ds_zo.records.prose import wrapped
 from ds_zo.records.rows import Row, table
@@ -464,10 +465,10 @@ def _quality(names: Mapping[str, str]) -> str:
     shown = [[title, body[method][1].rstrip("?"), *body[method][2:]] for method, title in names.items()]
     tasks = [TASKS[head.split()[0]] + (", perplexity" if "perplexity" in head else "") for head in heads[3:]]
     conditions = (
-        f"{SMOLLM} on one H200: percent right on test, for Alpaca perplexity. A step has 16 texts, of ZO and MeZO 8. "
-        "Models are in float32 with TF32; ZO in bf16 or fp8 computes in bf16. Mean and standard deviation, with the "
-        "number of seeds in brackets; one seed where there is none. Of the rates tried for a method, the best on dev "
-        "of SST-2 and RTE is shown:"
+        f"{SMOLLM} on one H200: percent right on test, for Alpaca perplexity. A step has 16 texts, with ZO and MeZO "
+        "8. Methods with gradients clip them at 1.0, except AdaLOMO. Models are in float32 with TF32; ZO in bf16 or "
+        "fp8 computes in bf16. Mean and standard deviation, with the number of seeds in brackets; one seed where there "
+        "is none. Of the rates tried for a method, the best on dev of SST-2 and RTE is shown:"
     )
     used = [row for row in _accuracy_rows() if row["method"] in names and row["status"] == "ok"]
     assert {(row["batch_size"], row["method"].startswith(("zo", "mezo"))) for row in used} <= {(16, False), (8, True)}
@@ -692,6 +693,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **GRID_BLOCKS,
     **PAPER_BLOCKS,
     **QWEN_BLOCKS,
+    **ZO_STUDY_BLOCKS,
     **ADAPTER_BLOCKS,
     **HOST_BLOCKS,
 }

@@ -112,7 +112,10 @@ def chosen_rates() -> str:
     body = [
         [NAMES[name], *(_rate(rates[name]) if name in rates else "" for rates in models.values())] for name in methods
     ]
-    said = "Learning rates that dev chose of those tried, on SST-2 and RTE with one seed:"
+    said = (
+        "The rate with the best score on dev among those tried, on SST-2 and RTE with one seed. LSP's on SmolLM2 is of "
+        "projectors fitted to one batch:"
+    )
     commands = [sweep(grid, "--choose-rates") for grid in ("accuracy", "qwen")[: len(models)]]
     return "\n\n".join([said, table(["", *models], body), source([*rows[0], *rows[1]], *commands)])
 

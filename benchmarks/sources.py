@@ -14,7 +14,7 @@ from ds_zo.bench.report import speed_range
 from ds_zo.records.rows import Row, read_objects
 
 RESULTS = Path(__file__).parent / "results"
-STEPS = "Brackets after a time or a speed hold the range over the timed steps, and their number."
+STEPS = "Brackets after a time or a speed: the range of single steps, and how many were timed."
 RATIOS = "Brackets after a ratio hold the range over the timed steps of both sides."
 
 

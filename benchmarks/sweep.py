@@ -301,7 +301,7 @@ class _Running:
         row: Row = {"key": self.case.key, **{k: v for k, v in asdict(self.case).items() if k != "arguments"}}
         row["arguments"] = [*self.case.arguments, *self.sweep.arguments]
         row |= {"wall_s": round(time.monotonic() - self.began, 1), "jobs": self.sweep.jobs, "resumed": self.resumed}
-        row["start"] = self.start
+        row |= {"start": self.start, "model": self.sweep.model}
         summary = self.folder / "summary.json"
         if summary.is_file():
             found = json.loads(summary.read_text(encoding="utf-8"))

@@ -86,6 +86,10 @@ def test_check_names_the_backend_and_what_has_no_effect(tmp_path: Path, capsys: 
                 'stock: DeepSpeed\'s own engine takes this JSON, and ds_zo does nothing (optimizer.type "AdamW")',
             ],
         ),
+        (
+            {"train_batch_size": 1, "optimizer": "auto"},
+            ["stock: DeepSpeed's own engine takes this JSON, and ds_zo does nothing (optimizer.type none)"],
+        ),
     ):
         assert main(["convert", "--check", written(tmp_path, config)]) == 0
         assert capsys.readouterr().out.splitlines() == expected

@@ -75,7 +75,7 @@ SPEED = [
         "",
     ),
     ("`AdamW` on LoRA, base streamed as NF4", "LLaMA-70B", LLAMA, "h200_adapter.jsonl", "70b/nf4-16gb", ""),
-    ("`ZO` on LoRA, base streamed as NF4", "OPT-175B", OPT, "h200_adapter.jsonl", "175b/nf4-zo-24gb", ""),
+    ("`ZO` on LoRA, base streamed as NF4", "OPT-175B", OPT, "h200_adapter.jsonl", "175b/nf4-zo-12gb", ""),
 ]
 
 

@@ -195,7 +195,7 @@ def test_both_sides_of_the_readmes_edit_are_jsons() -> None:
     assert backend_of(before) is None
     found = resolve({"train_micro_batch_size_per_gpu": 1, **after})
     assert (found.backend, found.ignored) == ("adalomo", ("zero_optimization.offload_optimizer",))
-    assert {**before, "optimizer": None} == {**after, "optimizer": None}
+    assert {**before, "optimizer": None, "gradient_clipping": 0} == {**after, "optimizer": None}
 
 
 RUN_BY = {
@@ -287,11 +287,17 @@ def test_the_plan_is_made_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
     shown = {line for line in COMMANDS if line.startswith("ds-zo plan ")}
     assert shown - of_recipes and of_recipes < shown
     shown -= of_recipes
+    printed = ""
     for line in sorted(shown):
         words = shlex.split(line)[1:]
         assert main(words) == 0
         backend = words[words.index("--backend") + 1] if "--backend" in words else "zo"
-        assert backend in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert backend in out
+        printed += out
+    page = next(page for page in PAGES if page.name == "planning.md")
+    (answer,) = (fence.code for fence in fences_of(page) if fence.language == "text")
+    assert answer and [line for line in answer.splitlines() if f"\n{line}" not in printed] == []
 
 
 def test_jsons_are_converted_as_shown(

@@ -165,7 +165,11 @@ def _facts(parts: Sequence[MeasuredModel]) -> str:
     rows = [row for part in parts for row in part.rows]
     num_machines = len({row.get("machine") for row in rows})
     cards = " or ".join(dict.fromkeys(str(row.get("gpu") or "CPU") for part in parts for row in part.entrants))
-    where = f"one {cards}" if num_machines == 1 else f"{num_machines} machines with one {cards} each, a column of one"
+    where = (
+        f"one {cards}"
+        if num_machines == 1
+        else f"{num_machines} machines with one {cards} each, each column from one of them"
+    )
     facts = [where, f"{first.get('cpus')} cores"]
     links = [row["link_gbps"] for row in rows if row.get("link_gbps")]
     if links:

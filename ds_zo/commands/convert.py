@@ -90,7 +90,8 @@ def _check(ds_config: dict[str, Any]) -> None:
             return
         check_removed_features(ds_config)
         check_stock(ds_config)
-        named = shown(ds_config["optimizer"].get("type")) if ds_config.get("optimizer") else "none"
+        optimizer = without_auto(ds_config).get("optimizer")
+        named = shown(optimizer.get("type")) if optimizer else "none"
         print(f"stock: DeepSpeed's own engine takes this JSON, and ds_zo does nothing (optimizer.type {named})")
         return
     refused = refused_autos(ds_config)

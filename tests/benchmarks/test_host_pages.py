@@ -19,7 +19,7 @@ def test_lines_come_from_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     append_row(tmp_path / host_pages.HOSTS, {**row, "case": "hosts/1.3b-lomo", "status": "oom"})
     append_row(tmp_path / host_pages.HOSTS, {**row, "case": "schedule/1.3b/4+1/first-come", "then": step})
     lines = [line for line in host_pages.slow_hosts().splitlines() if line.startswith("| LLaMA")]
-    assert lines == ["| LLaMA-1.3B, LOMO, blocks compiled | 100 (90 to 120, 3) | 115 | 100 | 1.15 | 4.0 | 1 |"]
+    assert lines == ["| LLaMA-1.3B, LOMO, blocks compiled | 100 (90 to 120, 3) | 115 | 100 | 1.15 | 4.0 |"]
     assert "| copies and Adam in the order of arrival | 100 (90 to 120, 3) | 100 (90 to 120, 3) |" in (
         host_pages.lsp_schedule().splitlines()
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,24 @@ def test_every_row_that_a_recipe_names_trained_on_as_many_tokens() -> None:
             assert settings["batch"] * settings["length"] == recipe.batch * recipe.length
 
 
+NUMBER = re.compile(r"\d[\d,.]*")
+CONSTRAINTS = (REPO / "constraints.txt").read_text(encoding="utf-8")
+
+
+def is_current(line: str, made: str) -> bool:
+    """Planned figures may differ by 2% where another version of transformers computes a slightly different model."""
+    if "planned" not in line or f"transformers=={version('transformers')};" in CONSTRAINTS:
+        return line == made
+    numbers = [
+        [float(number.rstrip(",.").replace(",", "")) for number in NUMBER.findall(text)] for text in (line, made)
+    ]
+    return NUMBER.sub("", line) == NUMBER.sub("", made) and numbers[0] == pytest.approx(numbers[1], rel=0.02)
+
+
 def test_the_page_is_current_and_has_every_recipe() -> None:
-    assert filled(PAGE) == PAGE, "run: python -m benchmarks.recipes --write docs/recipes.md"
+    lines, made = PAGE.splitlines(), filled(PAGE).splitlines()
+    stale = [pair for pair in zip(lines, made, strict=True) if not is_current(*pair)]
+    assert not stale, f"run: python -m benchmarks.recipes --write docs/recipes.md; the first stale line: {stale[0]}"
     assert sorted(BLOCK.findall(PAGE)) == sorted(blocks())
     for recipe in RECIPES:
         assert f"\n### {recipe.title}\n" in PAGE
