@@ -31,6 +31,8 @@ NAMES = {
     "70b/nf4-zero3": "LLaMA-70B, ZeRO-3 `offload_param`, NF4 of bitsandbytes",
     "70b/nf4-16gb": "LLaMA-70B, AdamW, NF4, within 16 GB",
     "70b/nf4-10gb-inputs": "LLaMA-70B, AdamW, NF4, within 10 GB, inputs of blocks on the host",
+    "70b/nf4-8gb-inputs": "LLaMA-70B, AdamW, NF4, within 8 GB, inputs of blocks on the host",
+    "175b/nf4-12gb-inputs": "OPT-175B, AdamW, NF4, within 12 GB, inputs of blocks on the host",
     "175b/nf4-zo-24gb": "OPT-175B, ZO, NF4, within 24 GB",
     "175b/nf4-zo-12gb": "OPT-175B, ZO, NF4, within 12 GB",
 }

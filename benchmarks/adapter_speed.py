@@ -108,18 +108,37 @@ CASES = {
         140,
         46,
     ),
-    "70b/nf4-10gb-inputs": _Planned(
+    **{
+        f"70b/nf4-{cap_gb}gb-inputs": _Planned(
+            AdapterCase(
+                "llama-70b",
+                "adapter",
+                batch=batch,
+                stream=_stream(device_memory_gb=cap_gb - 0.5, resident_blocks=0, offload_activations=True),
+                cap_gb=cap_gb,
+                warmup=3,
+                steps=5,
+                repeated=True,
+            ),
+            140,
+            52,
+        )
+        for cap_gb, batch in ((10, 4), (8, 2))
+    },
+    "175b/nf4-12gb-inputs": _Planned(
         AdapterCase(
-            "llama-70b",
+            "opt-175b",
             "adapter",
-            stream=_stream(device_memory_gb=9.5, resident_blocks=0, offload_activations=True),
-            cap_gb=10,
-            warmup=3,
+            batch=1,
+            length=2048,
+            stream=_stream(device_memory_gb=11.5, resident_blocks=0, offload_activations=True),
+            cap_gb=12,
+            warmup=2,
             steps=5,
             repeated=True,
         ),
         140,
-        52,
+        112,
     ),
     **{
         f"175b/nf4-zo-{cap_gb}gb": _Planned(

@@ -13,6 +13,7 @@ from ds_zo.planner.models import Model
 from ds_zo.planner.recomputed import Streamed
 from ds_zo.planner.stock import LOW_RANK
 from ds_zo.planner.timeline import Cost, Trace
+from ds_zo.streaming.budget import decodes_by_matrix, decoding_nbytes
 from ds_zo.streaming.placement import Placement, plan_units
 from ds_zo.streaming.schedule import Kind
 from ds_zo.streaming.units import Unit
@@ -75,7 +76,8 @@ def _streamed(model: Model, limits: Limits, stream: StreamConfig, config: dict[s
             f"frozen_dtype mxfp4 keeps weights of experts that a model's files hold in MXFP4, got {model.name}, which "
             "has no experts: take nf4 (--stream)"
         )
-    placement.scratch_nbytes = max((unit.scratch_nbytes for unit in placement.blocks), default=0)
+    by_matrix = decodes_by_matrix(placement, budget_nbytes=limits.device_nbytes)
+    placement.scratch_nbytes = decoding_nbytes(placement, by_matrix=by_matrix)
     trained = _trained(model, trace)
     num_blocks = len(placement.blocks)
     on_host = num_blocks * trace.block_input_nbytes if stream.offload_activations else 0
@@ -86,6 +88,7 @@ def _streamed(model: Model, limits: Limits, stream: StreamConfig, config: dict[s
     if written := recomputed.section_of(limits, stream):
         section["stream"] = written
     base = "" if stream.frozen_dtype == "auto" else f", base in {stream.frozen_dtype}"
+    base += ", decoded matrix by matrix" if by_matrix else ""
     return Estimate(
         contender="adapter",
         setting=f"{found.setting}{base}, LoRA of rank {LOW_RANK} trained",
@@ -94,7 +97,7 @@ def _streamed(model: Model, limits: Limits, stream: StreamConfig, config: dict[s
         ),
         host=parts(weights=found.store_nbytes, activations=on_host, process=PROCESS_NBYTES),
         filling_nbytes=found.filling_nbytes,
-        step_s=_step_s(model, trace, found, inputs=on_host > 0),
+        step_s=_step_s(model, trace, found, inputs=on_host > 0, decodings=2 if by_matrix else 1),
         up_nbytes=found.up_nbytes + on_host,
         down_nbytes=on_host,
         reduced_nbytes=4 * _numel(model),
@@ -134,9 +137,9 @@ def _decode_s(model: Model, unit: Unit) -> float:
     return decoded / (model.rates.device_memory_gbps * 1e9)
 
 
-def _step_s(model: Model, trace: Trace, streamed: Streamed, *, inputs: bool) -> float:
+def _step_s(model: Model, trace: Trace, streamed: Streamed, *, inputs: bool, decodings: int) -> float:
     """Seconds of a step, from the schedule of its two passes. `inputs`: inputs of blocks are copied to the host and
-    back."""
+    back. `decodings`: how often the backward pass decodes a block."""
     placement: Placement = streamed.placement
     num_blocks, moving = len(placement.blocks), set(streamed.blocks)
     up_s = 1 / (model.rates.link_up_gbps * 1e9)
@@ -145,7 +148,7 @@ def _step_s(model: Model, trace: Trace, streamed: Streamed, *, inputs: bool) -> 
     for i, unit in enumerate(placement.blocks):
         decode_s = _decode_s(model, unit)
         seconds[i, Kind.COMPUTE] = trace.block[min(i, len(trace.block) - 1)].seconds + decode_s
-        seconds[num_blocks + i, Kind.COMPUTE] = share.seconds + decode_s
+        seconds[num_blocks + i, Kind.COMPUTE] = share.seconds + decodings * decode_s
         seconds[i, Kind.UPLOAD] = unit.nbytes * up_s
         seconds[num_blocks + i, Kind.UPLOAD] = (unit.nbytes + inputs * trace.block_input_nbytes) * up_s
     seconds[pricing.NON_BLOCKS, Kind.COMPUTE] = (trace.non_blocks * 3.0).seconds + _update(model).seconds

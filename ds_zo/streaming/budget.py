@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ds_zo.ops import NF4
 from ds_zo.streaming.placement import Placement
 
 MARGIN_NBYTES = 256 * 2**20
@@ -17,6 +18,22 @@ def fits(needed_nbytes: int, *, budget_nbytes: int | None) -> bool:
     """Whether so many bytes fit the budget and leave `MARGIN_NBYTES` of it free. None: no limit. Plans and runs make
     every choice that depends on device memory by this function."""
     return budget_nbytes is None or needed_nbytes + MARGIN_NBYTES <= budget_nbytes
+
+
+def decodes_by_matrix(placement: Placement, *, budget_nbytes: int | None) -> bool:
+    """Whether a pass decodes the matrices of a block one at a time: they are in nf4, and those of a whole block would
+    take more than a fifth of the device memory. The backward pass then decodes each matrix once more. Stacks of experts
+    are decoded as a whole, because a layer reads them one expert at a time. None: no limit."""
+    whole = max((unit.scratch_nbytes for unit in placement.blocks), default=0)
+    encoded = [part for unit in placement.blocks for part in unit.parts if not part.direct]
+    are_matrices = all(part.wire is NF4.dtype and len(p.shape) == 2 for part in encoded for p in part.placed)
+    return budget_nbytes is not None and 5 * whole > budget_nbytes and are_matrices
+
+
+def decoding_nbytes(placement: Placement, *, by_matrix: bool) -> int:
+    """Bytes of the memory into which the weights of blocks are decoded."""
+    sizes = (unit.largest_matrix_nbytes if by_matrix else unit.scratch_nbytes for unit in placement.blocks)
+    return max(sizes, default=0)
 
 
 @dataclass(frozen=True)
@@ -68,6 +85,13 @@ def check_fits(needed: DeviceBytes, *, budget_gb: float | None, remedy: str) -> 
             f"{needed.scratch / 1e9:.3g}, resident blocks {needed.blocks / 1e9:.3g}), got {budget_gb:g}: {remedy} "
             "(ds_zo.stream.device_memory_gb)"
         )
+
+
+def budget_nbytes(device: torch.device, *, budget_gb: float | None) -> int | None:
+    """The user's budget, or else the memory of the device. None: on a CPU, which has no limit."""
+    if budget_gb is not None:
+        return int(budget_gb * 1e9)
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def usable_nbytes(device: torch.device, *, budget_gb: float | None) -> int:

@@ -115,6 +115,19 @@ class Part:
             table = self.table(out.device)
             ops.replay_perturb(planes.storage, table=table, out=out, exponents_in=planes.exponents, seed=0, step=0)
 
+    def decode_one_(self, memory: torch.Tensor, planes: Planes, placed: PlacedParameter) -> torch.Tensor:
+        """Writes the values of one nf4 parameter to the first `decoded_nbytes` of `memory`, and returns them."""
+        assert self.wire is ops.NF4.dtype and planes.exponents is not None
+        out = memory[: self.decoded_nbytes(placed)].view(self.dtype)
+        end = placed.start + out.numel()  # with padding, because the kernel writes whole words
+        scales = planes.exponents[ops.NF4.scales_of(placed.start, end)]
+        ops.dequantise_nf4_(out, planes.storage[placed.start // 2 : end // 2], scales)
+        return out[: placed.numel].view(placed.shape)
+
+    def decoded_nbytes(self, placed: PlacedParameter) -> int:
+        """Bytes of the parameter in its own dtype, with its padding."""
+        return _padded(placed.numel) * self.dtype.itemsize
+
     def scales_of(self, placed: PlacedParameter) -> slice:
         """The parameter's slice of the plane of scales."""
         assert self._format is not None
@@ -247,6 +260,12 @@ class Unit:
     def decodes_frozen(self) -> bool:
         """Whether frozen parameters are stored in another format than their dtype."""
         return any(part.frozen and not part.direct for part in self.parts)
+
+    @property
+    def largest_matrix_nbytes(self) -> int:
+        """Bytes of its largest encoded parameter in the parameter's own dtype."""
+        encoded = (part for part in self.parts if not part.direct)
+        return max((part.decoded_nbytes(placed) for part in encoded for placed in part.placed), default=0)
 
     # The stored bytes
 

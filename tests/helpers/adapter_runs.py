@@ -25,9 +25,11 @@ METHODS: dict[str, Callable[[], Any]] = {
 """`wide` has more trained parameters in a block than frozen ones."""
 
 
-def adapted(method: str = "lora", *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Any:
+def adapted(
+    method: str = "lora", *, dtype: torch.dtype = torch.float32, seed: int = 0, name: str = "llama", **overrides: Any
+) -> Any:
     """A tiny model with adapters that differ from zero."""
-    base = tiny_model("llama", **overrides).to(dtype)
+    base = tiny_model(name, **overrides).to(dtype)
     torch.manual_seed(seed)
     model = peft.get_peft_model(base, METHODS[method]())
     with torch.no_grad():
@@ -43,7 +45,10 @@ def batches(num: int, *, seed: int = 0) -> list[dict[str, torch.Tensor]]:
 
 def adapter_json(*, offload: bool = True, own: bool = True, **more: Any) -> dict[str, Any]:
     """Keys of `stream` are passed by name; anything else is a top-level key. `own`: the script makes its optimizer."""
-    stream_keys = ("resident_blocks", "device_slots", "blocks", "frozen_dtype", "offload_activations")
+    stream_keys = (
+        *("resident_blocks", "device_slots", "device_memory_gb"),
+        *("blocks", "frozen_dtype", "offload_activations"),
+    )
     stream = {name: more.pop(name) for name in stream_keys if name in more}
     json = {
         "train_micro_batch_size_per_gpu": 2,

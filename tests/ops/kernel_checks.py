@@ -373,6 +373,9 @@ def check_nf4(device: str) -> None:
         bits = torch.int32 if dtype is torch.float32 else torch.int16
         assert torch.equal(found.cpu().isnan(), ~number), dtype
         assert torch.equal(found.cpu().view(bits)[number], expected.view(bits)[number]), dtype
+        part = torch.zeros_like(found[512:1280])  # one matrix of a plane
+        triton_nf4.dequantise_triton_(part, packed.to(device)[256:640], absmax.to(device)[8:20])
+        assert torch.equal(part.cpu().view(bits), expected[512:1280].view(bits)), dtype
 
 
 def check_mxfp4(device: str) -> None:

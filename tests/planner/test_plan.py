@@ -117,6 +117,22 @@ def test_inputs_on_the_host_and_lossless_bases_are_suggested_first() -> None:
     assert note.startswith('does not fit; with {"frozen_dtype": "bf12"} in ds_zo.stream and LoRA adapters it would: ')
 
 
+def test_large_blocks_in_nf4_are_decoded_by_matrix() -> None:
+    """OPT-175B, LoRA by AdamW: the figures of docs/adapters.md."""
+    found = {}
+    for device_gb in (12.0, 24.0):
+        limits = {"device_memory_gb": device_gb, "host_memory_gb": 128.0}
+        stream = {"frozen_dtype": "nf4", "offload_activations": True, "resident_blocks": 0}
+        arguments: dict[str, Any] = {"backends": ["adapter"], "batch": 1, "seq": 2048, "stream": stream}
+        found[device_gb] = plan("random:opt-175b", **limits, **arguments)["adapter"]
+    by_matrix, whole = found[12.0], found[24.0]
+    assert by_matrix.device["scratch"] == 2 * 4 * 12288**2
+    assert whole.device["scratch"] == 2 * 12 * 12288**2
+    assert by_matrix.fits and "decoded matrix by matrix" in by_matrix.setting and "matrix" not in whole.setting
+    assert round(by_matrix.device_nbytes / 1e9, 1) == 11.4 and round(whole.device_nbytes / 1e9, 1) == 13.8
+    assert by_matrix.step_s > whole.step_s
+
+
 def test_a_plan_of_mxfp4_takes_the_experts_for_it() -> None:
     arguments: dict[str, Any] = {"backends": ["zo"], "batch": 2, "seq": 16, "stream": {"frozen_dtype": "mxfp4"}}
     with pytest.raises(ValueError, match="which has no experts: take nf4"):

@@ -2,7 +2,8 @@
 
 All parameters that may be trained are on the device. A backward pass adds their gradients to `parameter.grad`, as
 autograd does. Stored blocks never change, so nothing is copied back to the host. A block that is not stored in its
-parameters' dtype is decoded into one scratch buffer, which all blocks share, each time that it is materialised.
+parameters' dtype is decoded into one scratch buffer, which all blocks share, each time that it is materialised. Large
+blocks are decoded by matrix ([Note: decoding by matrix]).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from ds_zo.backends.adapter.activations import HostInputs
+from ds_zo.backends.adapter.matrix_decoding import attach, detach, placeholders
 from ds_zo.backends.adapter.trained import resident_ids
 from ds_zo.backends.common.frozen_format import plan_frozen_format
 from ds_zo.backends.common.startup import StartupSummary, formats_of, summary_of_blocks
@@ -24,9 +26,10 @@ from ds_zo.backends.recompute.blocks import refuse_router_logits
 from ds_zo.backends.recompute.wrapping import SingleBackward, forward_pass
 from ds_zo.config import Resolved
 from ds_zo.records.environment import host_free_bytes
+from ds_zo.streaming.budget import budget_nbytes, decodes_by_matrix, decoding_nbytes
 from ds_zo.streaming.loading import forget_source, has_source, put_back
 from ds_zo.streaming.runtime import Slot
-from ds_zo.streaming.units import PlacedParameter, Unit
+from ds_zo.streaming.units import PlacedParameter, Planes, Unit
 
 _ROOM = 3
 """Decoded copies of a unit that must fit free host memory before it is decoded."""
@@ -47,7 +50,9 @@ class FrozenBlockStore(RecomputedBlockStore):
         placement = plan_frozen_format(
             module, param_groups, config, split=False, outside_blocks=resident_ids(module, param_groups)
         )
-        placement.scratch_nbytes = max((unit.scratch_nbytes for unit in placement.blocks), default=0)
+        budget = budget_nbytes(device, budget_gb=config.section.stream.device_memory_gb)
+        self.decodes_by_matrix = decodes_by_matrix(placement, budget_nbytes=budget)
+        placement.scratch_nbytes = decoding_nbytes(placement, by_matrix=self.decodes_by_matrix)
         super().__init__(
             module,
             config,
@@ -56,6 +61,8 @@ class FrozenBlockStore(RecomputedBlockStore):
             process_group=process_group,
             placement=placement,
         )
+        self._planes: list[Planes] = []
+        """The stored tensors of the unit that is materialised, on the device, if it is decoded by matrix."""
         self._scratch = torch.empty(placement.scratch_nbytes, dtype=torch.uint8, device=device)
         self.host_inputs = (
             HostInputs(device, pin=config.pin_memory) if config.section.stream.offload_activations else None
@@ -64,22 +71,31 @@ class FrozenBlockStore(RecomputedBlockStore):
     @contextmanager
     def materialise(self, unit: Unit) -> Iterator[MaterialisedBlock]:
         with super().materialise(unit) as materialised:
-            if unit.streamed or unit.viewable:
+            if unit.viewable:
                 yield materialised
                 return
-            with torch.inference_mode(False), torch.no_grad():
-                unit.bind(self._decoded(unit, unit.store_buffer))
+            if not unit.streamed:
+                with torch.inference_mode(False), torch.no_grad():
+                    unit.bind(self._decoded(unit, unit.store_buffer))
             try:
+                if self.decodes_by_matrix:
+                    attach(unit, self._planes, self._scratch)
                 yield materialised
             finally:
-                unit.bind_stored()
+                detach(unit)
+                if not unit.streamed:
+                    unit.bind_stored()
 
     def _views_in(self, unit: Unit, slot: Slot) -> list[torch.Tensor]:
-        """Decodes the unit's weights from the slot."""
+        """The unit's weights in the slot, decoded, or placeholders where they are decoded by matrix."""
         return super()._views_in(unit, slot) if unit.viewable else self._decoded(unit, slot.buffer)
 
     def _decoded(self, unit: Unit, buffer: torch.Tensor) -> list[torch.Tensor]:
-        planes, outs = unit.planes(buffer), unit.outs(self._scratch)
+        planes = unit.planes(buffer)
+        if self.decodes_by_matrix:
+            self._planes = planes
+            return placeholders(unit, planes)
+        outs = unit.outs(self._scratch)
         for part, out, stored in zip(unit.parts, outs, planes, strict=True):
             if out is not None:
                 part.decode_(out, stored)
@@ -90,9 +106,10 @@ class FrozenBlockStore(RecomputedBlockStore):
 
     def startup_summary(self) -> StartupSummary:
         formats = formats_of(self.placement.blocks)
+        by_matrix = " and decoded matrix by matrix" if self.decodes_by_matrix else ""
         return summary_of_blocks(
             self,
-            stored_as=f", blocks stored as {formats}" if formats else "",
+            stored_as=f", blocks stored as {formats}{by_matrix}" if formats else "",
             scratch_nbytes=self._scratch.numel(),
             fills_after="the second step",
         )
