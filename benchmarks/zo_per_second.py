@@ -22,16 +22,14 @@ Sources: MeZO, arXiv 2305.17333. FZOO, arXiv 2506.09034. EGGROLL, arXiv 2511.166
 from __future__ import annotations
 
 import argparse
-import copy
 import itertools
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -134,17 +132,19 @@ class Llama:
         self.norm_eps = config.rms_norm_eps
         self.device, self.dtype = device, dtype
         state = model.state_dict()
-        named = {"embed": state["model.embed_tokens.weight"], "norm": state["model.norm.weight"]}
+        self.sources = {"embed": ["model.embed_tokens.weight"], "norm": ["model.norm.weight"]}
+        """Names in the model's `state_dict` of the tensors that make up each of `weights`."""
         for i in range(self.num_layers):
             at = f"model.layers.{i}."
-            named[f"{i}.qkv"] = torch.cat([state[f"{at}self_attn.{p}_proj.weight"] for p in "qkv"])
+            self.sources[f"{i}.qkv"] = [f"{at}self_attn.{p}_proj.weight" for p in "qkv"]
             if f"{at}self_attn.q_proj.bias" in state:
-                named[f"{i}.qkv.bias"] = torch.cat([state[f"{at}self_attn.{p}_proj.bias"] for p in "qkv"])
-            named[f"{i}.o"] = state[at + "self_attn.o_proj.weight"]
-            named[f"{i}.gate_up"] = torch.cat([state[f"{at}mlp.{p}_proj.weight"] for p in ("gate", "up")])
-            named[f"{i}.down"] = state[at + "mlp.down_proj.weight"]
-            named[f"{i}.norm1"] = state[at + "input_layernorm.weight"]
-            named[f"{i}.norm2"] = state[at + "post_attention_layernorm.weight"]
+                self.sources[f"{i}.qkv.bias"] = [f"{at}self_attn.{p}_proj.bias" for p in "qkv"]
+            self.sources[f"{i}.o"] = [at + "self_attn.o_proj.weight"]
+            self.sources[f"{i}.gate_up"] = [f"{at}mlp.{p}_proj.weight" for p in ("gate", "up")]
+            self.sources[f"{i}.down"] = [at + "mlp.down_proj.weight"]
+            self.sources[f"{i}.norm1"] = [at + "input_layernorm.weight"]
+            self.sources[f"{i}.norm2"] = [at + "post_attention_layernorm.weight"]
+        named = {name: torch.cat([state[source] for source in found]) for name, found in self.sources.items()}
         self.pristine = torch.cat([t.flatten().float() for t in named.values()]).to(device)
         self.flat_master, self.flat_weights = self.pristine.clone(), self.pristine.to(dtype, copy=True)
         sizes = [t.numel() for t in named.values()]
@@ -159,11 +159,14 @@ class Llama:
         self.flat_master.copy_(self.pristine)
         self.flat_weights.copy_(self.pristine)
 
-    def in_float32(self) -> Llama:
-        """The same model, computed with the float32 weights."""
-        exact = copy.copy(self)
-        exact.weights, exact.dtype = self.master, torch.float32
-        return exact
+    @torch.no_grad()
+    def copy_to(self, state: Mapping[str, Tensor], added: Callable[[str], Tensor | None]) -> None:
+        """Copies the float32 weights to a `state_dict` of the model, with what `added` returns for a Linear's name."""
+        for name, found in self.sources.items():
+            delta = added(name)
+            values = self.master[name] if delta is None else self.master[name] + delta
+            for source, part in zip(found, values.split([len(state[source]) for source in found]), strict=True):
+                state[source].copy_(part)
 
     def linear_names(self) -> list[str]:
         return [f"{i}.{kind}" for i in range(self.num_layers) for kind in ("qkv", "o", "gate_up", "down")]
@@ -310,12 +313,12 @@ class Noise:
         self.signs = signs.to(model.device)[:, None]
         self.z = self.used = torch.empty(0)
 
-    def without(self, name: str, x: Tensor, y: Tensor) -> Tensor:
-        """The output `y` of a Linear with the LoRA and without noise."""
-        if self.factors is None:
-            return y
-        a, b = self._pair(name, self.factors.to(x.dtype))
-        return y + (x @ a) @ b.T
+    def product(self, name: str) -> Tensor | None:
+        """What the LoRA adds to a weight; None if it adds nothing."""
+        if self.factors is None or name not in self.spans:
+            return None
+        a, b = self._pair(name, self.factors)
+        return b @ a.T
 
     def draw(self) -> None:
         shape = (self.settings.num_directions, self.spans[self.names[-1]][1])
@@ -420,6 +423,8 @@ class Study:
         self.tokenizer = AutoTokenizer.from_pretrained(folder_of(args.model))
         loaded = AutoModelForCausalLM.from_pretrained(folder_of(args.model), dtype=torch.float32)
         self.model = Llama(loaded, device=self.device, dtype=torch.bfloat16 if self.is_cuda else torch.float32)
+        self.scored = loaded.to(self.device).eval()
+        """The model of transformers, which scores the trained weights in float32."""
         self.facts: Row = {
             "command": " ".join(sys.argv),
             "model": Path(args.model).name,
@@ -465,13 +470,8 @@ class Study:
         return time.perf_counter()
 
     def _score(self, task: Task, split: Literal["dev", "test"], noise: Noise) -> tuple[str, float]:
-        exact = self.model.in_float32()
-
-        def forward(input_ids: Tensor, logits_to_keep: int = 0, **_: Any) -> SimpleNamespace:
-            hidden = exact.norm("norm", exact.hidden_states(input_ids, noise.without)[:, -logits_to_keep:])
-            return SimpleNamespace(logits=hidden @ exact.weights["embed"].T)
-
-        evaluator = Evaluator(forward, self.device, pad_token_id(self.tokenizer), batch_size=64)
+        self.model.copy_to(self.scored.state_dict(), noise.product)
+        evaluator = Evaluator(self.scored, self.device, pad_token_id(self.tokenizer), batch_size=64)
         found = task.evaluate(evaluator, split, self.tokenizer, max_length=MAX_LENGTH, num_examples=self.args.num_eval)
         return found.metric, found.value
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +48,30 @@ def shortest(loaded: tuple[Any, Any], loss: str = "choice") -> Bucket:
     return make_buckets(make_task("code_or_text"), loaded[1], loss=loss, device=CPU)[0]
 
 
+def with_lora(noise: Noise, name: str, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The output `y` of a Linear with the LoRA and without noise."""
+    product = noise.product(name)
+    return y if product is None else y + x @ product.T
+
+
 def test_forward_equals_transformers(loaded: tuple[Any, Any], model: Llama) -> None:
+    """Also after training: of the weights that scoring copies to the model of transformers, with a LoRA's product."""
     ids = torch.randint(1000, (2, 17))
-    with torch.no_grad():
-        found = model.norm("norm", model.hidden_states(ids)) @ model.weights["embed"].T
-        torch.testing.assert_close(found, loaded[0](ids).logits, atol=2e-4, rtol=1e-4)
+    theirs = copy.deepcopy(loaded[0])
+
+    def assert_equal(noise: Any) -> None:
+        with torch.no_grad():
+            found = model.norm("norm", model.hidden_states(ids, noise)) @ model.weights["embed"].T
+            torch.testing.assert_close(found, theirs(ids).logits, atol=2e-4, rtol=1e-4)
+
+    assert_equal(None)
+    for tensor in (model.flat_master, model.flat_weights):
+        tensor.mul_(0.9)
+    lora = Noise(model, Settings("", 0.0, space="lora"))
+    assert lora.factors is not None
+    lora.factors.add_(torch.randn_like(lora.factors), alpha=0.02)
+    model.copy_to(theirs.state_dict(), lora.product)
+    assert_equal(partial(with_lora, lora))
 
 
 @pytest.mark.parametrize("space", ["rank1", "lora"])
@@ -81,7 +102,7 @@ def test_coefficients_equal_directional_derivatives(
             trained.copy_(before + sign * 1e-3 * direction)
             with torch.no_grad():
                 mine = batch.take(torch.tensor([2 * k, 2 * k + 1]))
-                slope.append(losses_of(model, mine, noise.without, loss=loss).mean().item() * sign / 2e-3)
+                slope.append(losses_of(model, mine, partial(with_lora, noise), loss=loss).mean().item() * sign / 2e-3)
         model.reset()
         trained.copy_(before)
         assert estimate == pytest.approx(sum(slope), rel=0.03, abs=2e-3)
