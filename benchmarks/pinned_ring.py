@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 from collections.abc import Callable
 
 import torch
 
+from ds_zo.records.environment import commit, versions
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.pinned_ring import (
     RING_NBYTES,
@@ -89,7 +91,13 @@ def _seconds(run: Callable[[], None]) -> float:
 
 def _show(name: str, rate: float, fastest: float, is_right: bool) -> None:
     row = {"case": name, "gbps": round(rate / 1e9, 2), "of_pinned": round(rate / fastest, 3), "is_right": is_right}
-    print(json.dumps(row), flush=True)
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "cores": os.cpu_count(),
+        "versions": versions(),
+        "commit": commit(),
+    }
+    print(json.dumps(row | facts), flush=True)
 
 
 if __name__ == "__main__":

@@ -80,7 +80,10 @@ class DeviceShards(RanksStore):
     def write(self, unit: Unit, placed: PlacedParameter, value: torch.Tensor) -> None:
         """Stores this rank's part of a parameter's new value. Every rank calls it with the whole value."""
         if value.shape != placed.parameter.shape:
-            raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")
+            raise ValueError(
+                f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}: load weights that "
+                "were saved from a model with the same config"
+            )
         flat = value.detach().reshape(-1)
         for segment in self.segments(unit)[id(placed.parameter)]:
             if segment.rank == self.partition.index:

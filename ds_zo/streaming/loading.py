@@ -4,6 +4,7 @@ one."""
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -310,6 +311,7 @@ def load_pretrained(
         make = getattr(auto_class, "from_config", None) or auto_class._from_config
         with _without_zero_init(), init_empty_weights(include_buffers=False):
             model: nn.Module = make(config, dtype=dtype or dtype_without_request(config) or torch.float32)
+        _keep_in_float32(model)
         model.tie_weights()  # type: ignore[operator]
         absent = sorted({name for name, _ in model.named_parameters()} - source.weight_names())
         if not absent and not is_foreign:
@@ -331,6 +333,16 @@ def load_pretrained(
         )
     loaded: nn.Module = auto_class.from_pretrained(name_or_path, dtype=dtype, **kwargs)
     return loaded
+
+
+def _keep_in_float32(model: Any) -> None:
+    """Makes the parameters that the model's class names float32, as `from_pretrained` does: of T5 in float16, one layer
+    of each block. The parameters are on the meta device."""
+    in_16_bits = model._keep_in_fp32_modules_strict or ()
+    kept = {torch.bfloat16: {*in_16_bits}, torch.float16: {*in_16_bits, *(model._keep_in_fp32_modules or ())}}
+    for name, p in model.named_parameters():
+        if any(re.search(pattern.replace("*", ".*"), name) for pattern in kept.get(p.dtype, ())):
+            p.data = p.data.float()
 
 
 @contextmanager

@@ -208,9 +208,15 @@ def make_ring(
             nbytes //= 2
     if memory is None:
         return None
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    num_copiers = num_copiers or max(1, min(_MOST_COPIERS, 3 * cores // 4))
+    num_copiers = num_copiers or max(1, min(_MOST_COPIERS, 3 * _num_cores() // 4))
     return PinnedRing(memory.split(slice_nbytes), DeviceSide(device), num_copiers=num_copiers)
+
+
+def _num_cores() -> int:
+    """The cores that this process is bound to, or else its share of the machine's, as one of the machine's ranks."""
+    on_machine = os.cpu_count() or 1
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else on_machine
+    return bound if bound < on_machine else max(1, on_machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 _ring_of: dict[int, PinnedRing] = {}

@@ -495,7 +495,10 @@ class Unit:
         via: torch.device,
     ) -> None:
         if tuple(value.shape) != tuple(placed.parameter.shape):
-            raise ValueError(f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}")
+            raise ValueError(
+                f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}: load weights that "
+                "were saved from a model with the same config"
+            )
         if part.wire in ops.PACKED:
             self._store_packed(part, planes, placed, value, via=via)
             return

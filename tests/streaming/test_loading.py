@@ -407,6 +407,54 @@ def test_dora_reads_the_weights_that_it_needs(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "config",
+    [
+        hf.T5Config(d_model=16, d_ff=24, num_layers=2, num_heads=2, d_kv=8, vocab_size=67),
+        hf.DeepseekV3Config(
+            hidden_size=16,
+            intermediate_size=24,
+            moe_intermediate_size=8,
+            vocab_size=67,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            first_k_dense_replace=1,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            n_shared_experts=1,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            qk_nope_head_dim=4,
+            v_head_dim=8,
+        ),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_weights_that_transformers_keeps_in_float32(config: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Parameters and buffers have the dtypes, and buffers the values, that `from_pretrained` gives them."""
+    make = hf.AutoModelForSeq2SeqLM if config.model_type == "t5" else hf.AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = make.from_config(config)
+    for name, buffer in model.named_buffers():
+        if "correction" in name:
+            buffer.normal_()
+    model.save_pretrained(tmp_path)
+    ours, theirs = load_pretrained(make, str(tmp_path), dtype=dtype), make.from_pretrained(tmp_path, dtype=dtype)
+    dtypes = [{name: p.dtype for name, p in m.named_parameters()} for m in (ours, theirs)]
+    assert dtypes[0] == dtypes[1]
+    if config.model_type == "t5" and dtype is torch.float16:
+        assert set(dtypes[0].values()) == {torch.float16, torch.float32}
+    buffers = dict(theirs.named_buffers())
+    for name, buffer in ours.named_buffers():
+        assert buffer.dtype is buffers[name].dtype, name
+        assert torch.equal(buffer, buffers[name]), name
+
+
 def test_weights_of_other_shapes_than_the_config_says_are_refused(tmp_path: Path) -> None:
     """By an engine that streams them, and by one that reads all of them at once."""
     folder = save(tiny_model("llama"), tmp_path / "model")

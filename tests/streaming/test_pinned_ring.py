@@ -221,3 +221,15 @@ def test_slices_of_several_sizes_are_refused(device: LateDevice) -> None:
     """A copy of a whole slice would write behind a shorter one."""
     with pytest.raises(AssertionError):
         PinnedRing(torch.zeros(20, dtype=torch.uint8).split(8), device, num_copiers=1)
+
+
+@pytest.mark.parametrize(
+    ("on_machine", "bound", "ranks", "expected"), [(16, 16, "1", 16), (16, 16, "4", 4), (16, 4, "4", 4)]
+)
+def test_ranks_share_the_cores_unless_they_are_bound(
+    on_machine: int, bound: int, ranks: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pinned_ring.os, "cpu_count", lambda: on_machine)
+    monkeypatch.setattr(pinned_ring.os, "sched_getaffinity", lambda _: set(range(bound)), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert pinned_ring._num_cores() == expected
