@@ -112,12 +112,16 @@ def placeholders(unit: Unit, planes: Iterable[Planes]) -> list[torch.Tensor]:
 
 
 def attach(unit: Unit, planes: Iterable[Planes], scratch: torch.Tensor) -> None:
-    """From now until `detach`, the unit's encoded parameters are decoded from `planes` when they are used."""
+    """From now until `detach`, the unit's encoded parameters are decoded from `planes` when they are used. One of a
+    user's subclass of Parameter keeps its class, and holds a decoded copy."""
     for part, stored in zip(unit.parts, planes, strict=True):
         for placed in part.placed if not part.direct else ():
+            matrix = _Matrix(part, placed, stored, scratch)
             if type(placed.parameter) is nn.Parameter:
                 placed.parameter.__class__ = EncodedParameter
-                placed.parameter._ds_zo_matrix = _Matrix(part, placed, stored, scratch)  # type: ignore[attr-defined]
+                placed.parameter._ds_zo_matrix = matrix  # type: ignore[attr-defined]
+            else:
+                placed.parameter.data = matrix.copy()
 
 
 def detach(unit: Unit) -> None:

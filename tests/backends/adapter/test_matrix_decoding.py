@@ -73,6 +73,18 @@ def test_random_runs_equal_those_of_whole_blocks() -> None:
             assert_same(run(model, data, frozen_dtype="nf4", **more), expected)
 
 
+class _Marked(nn.Parameter):
+    """A user's subclass."""
+
+
+def test_a_subclass_of_parameter_keeps_its_class() -> None:
+    model, data = adapted(**WIDE), batches(2)
+    expected = run(with_decoded_base(model, "nf4"), data, offload=False)
+    model.base_model.model.model.layers[1].self_attn.o_proj.weight.__class__ = _Marked
+    ours = run(model, data, **tight(model))
+    assert_same(ours, expected)
+
+
 def test_scratch_holds_one_matrix_and_the_log_says_so() -> None:
     model = adapted(**WIDE)
     engine = start(model, adapter_json(**tight(model)))
