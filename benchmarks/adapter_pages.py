@@ -13,6 +13,7 @@ from pathlib import Path
 from benchmarks.accuracy import at_chosen_rates
 from benchmarks.grids import read_grid
 from benchmarks.sources import STEPS, read_rows, source, speed, suite, sweep
+from ds_zo.bench.report import host_gb
 from ds_zo.records.rows import Row, table
 from ds_zo.tasks.score import LOWER_IS_BETTER
 
@@ -62,8 +63,8 @@ def adapter_speed() -> str:
                 NAMES[row["case"]],
                 f"{row['batch']} x {row['length']:,}",
                 speed(row),
-                _beside_plan(row, "peak_gb", "planned_device_gb"),
-                _beside_plan(row, "host_peak_gb", "planned_host_gb"),
+                _beside_plan(row["peak_gb"], row.get("planned_device_gb")),
+                _beside_plan(host_gb(row), row.get("planned_host_gb")),
                 "" if busy is None else f"{100 * busy:.0f}%",
                 str(1 + runs.index(row["run_id"])),
             ]
@@ -79,9 +80,9 @@ def adapter_speed() -> str:
     return "\n\n".join([conditions, table(heads, body), source(rows, suite("adapter_speed", ""))])
 
 
-def _beside_plan(row: Row, measured: str, planned: str) -> str:
-    beside = f" ({row[planned]:.1f})" if row.get(planned) is not None else ""
-    return f"{row[measured]:.1f}{beside}"
+def _beside_plan(measured: float | None, planned: float | None) -> str:
+    assert measured is not None
+    return f"{measured:.1f}" + ("" if planned is None else f" ({planned:.1f})")
 
 
 def nf4_loss() -> str:

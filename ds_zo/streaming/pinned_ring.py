@@ -234,15 +234,19 @@ def detach_ring(buffer: torch.Tensor) -> None:
 
 def close_ring(ring: PinnedRing) -> None:
     """Detaches the ring from all buffers, and ends its threads."""
-    drop_ring(ring)
+    _detach_all(ring)
     ring.close()
 
 
 def drop_ring(ring: PinnedRing) -> None:
     """As `close_ring`, for the ring of an object that was collected: waits for no thread."""
+    _detach_all(ring)
+    ring.end()
+
+
+def _detach_all(ring: PinnedRing) -> None:
     for address in [address for address, found in _ring_of.items() if found is ring]:
         del _ring_of[address]
-    ring.end()
 
 
 def upload_(target: torch.Tensor, source: torch.Tensor, filled: Any) -> None:

@@ -2,9 +2,9 @@
 
 [Note: decoding by matrix] While a block is materialised, its encoded parameters are of a subclass of Parameter whose
 `__torch_function__` decodes. A matrix product gets the decoded weight in scratch memory that all matrices share. Where
-autograd would save that memory for the backward pass, it saves the name of the matrix, and the backward pass decodes
-the matrix again. Any other function gets a decoded copy of its own, because its result may share memory with the copy:
-DoRA reads weights so.
+autograd would save that memory for the backward pass, it saves a reference to the stored matrix, and the backward pass
+decodes the matrix again. Any other function gets a decoded copy of its own, because its result may share memory with
+the copy. DoRA reads weights in this way.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ def test_scratch_holds_one_matrix_and_the_log_says_so() -> None:
     engine.destroy()
 
 
-def test_no_saved_tensor_shares_the_scratch_and_parameters_are_plain_afterwards() -> None:
+def test_after_a_step_parameters_are_plain_and_show_the_stored_values() -> None:
     model = adapted(**WIDE)
     engine = start(model, adapter_json(**tight(model)))
     before = weights(engine.module)
