@@ -668,7 +668,15 @@ def _suite(name: str, row: Row) -> str:
     return f"python -m benchmarks.{name}_speed run --preset {preset} --only {only} --out rows.jsonl"
 
 
+def which_method() -> str:
+    """The README's table of this name, with links from docs/."""
+    section = (REPO / "README.md").read_text(encoding="utf-8").split("\n## Which method for me\n")[1]
+    table_of_readme = "\n".join(line for line in section.split("\n## ")[0].splitlines() if line.startswith("|"))
+    return table_of_readme.replace("](docs/", "](").replace("](ds_configs/", "](../ds_configs/")
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
+    "which-method": which_method,
     "zo-speed": zo_speed,
     "zo-directions": zo_directions,
     "zo-quality": zo_quality,

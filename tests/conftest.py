@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import socket
@@ -116,6 +117,16 @@ def _torch_linear_is_restored() -> Iterator[None]:
     linear = functional.linear
     yield
     functional.linear = linear
+
+
+@pytest.fixture(autouse=True)
+def _level_of_deepspeeds_logger_is_restored() -> Iterator[None]:
+    """Trainer and `--log-level` set it for the whole process."""
+    logger = logging.getLogger("DeepSpeed")
+    level = logger.level
+    yield
+    if level:  # else the test was the first to import DeepSpeed
+        logger.setLevel(level)
 
 
 def python_path(*folders: Path) -> str:
