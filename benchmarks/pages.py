@@ -676,7 +676,6 @@ def which_method() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "which-method": which_method,
     "zo-speed": zo_speed,
     "zo-directions": zo_directions,
     "zo-quality": zo_quality,
@@ -704,6 +703,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **ZO_STUDY_BLOCKS,
     **ADAPTER_BLOCKS,
     **HOST_BLOCKS,
+    "which-method": which_method,
 }
 """By the name in a page's marker: the function that makes the block's Markdown."""
 
