@@ -33,5 +33,6 @@ export HF_HUB_OFFLINE="${HF_HUB_OFFLINE:-1}"
 unset PYTHONDONTWRITEBYTECODE  # or each of the tests' processes compiles the package again
 say "pytest"
 # A test file is one process's: they share the cores without sharing ports or process groups. Many wait for processes of
-# their own, so that three keep two cores busy.
-exec python -m pytest -m "not gpu" -n "${TEST_PROCESSES:-3}" --dist loadfile "${arguments[@]}"
+# their own, so that three keep two cores busy. A process that crashes ends the run: xdist would replace it, and wait for
+# ever for the rest of its file.
+exec python -m pytest -m "not gpu" -n "${TEST_PROCESSES:-3}" --dist loadfile --max-worker-restart 0 "${arguments[@]}"
