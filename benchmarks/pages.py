@@ -5,7 +5,8 @@
 
 A page marks the place of a block by two comments on lines of their own, `<!-- rows: NAME -->` and `<!-- /rows -->`.
 NAME is a key of BLOCKS. The text between the comments is replaced, by nothing while a block has no rows. A page has no
-measured figure outside such blocks, so new rows need no edit by hand.
+measured figure outside such blocks, so new rows need no edit by hand. The block `which-method` is a copy of the
+README's table.
 """
 
 from __future__ import annotations

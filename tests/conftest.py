@@ -129,6 +129,14 @@ def _level_of_deepspeeds_logger_is_restored() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def _accelerates_choice_of_deepspeed_is_forgotten() -> Iterator[None]:
+    """TrainingArguments with a JSON set it for the whole process. A plain Trainer of a later test would call
+    DeepSpeed."""
+    yield
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+
+
 def python_path(*folders: Path) -> str:
     """For a child process: these folders, then those that this process was given."""
     return os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH"))))
