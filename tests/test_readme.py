@@ -297,7 +297,22 @@ def test_the_plan_is_made_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
         printed += out
     page = next(page for page in PAGES if page.name == "planning.md")
     (answer,) = (fence.code for fence in fences_of(page) if fence.language == "text")
-    assert answer and [line for line in answer.splitlines() if f"\n{line}" not in printed] == []
+    rows = [row.split() for row in printed.splitlines()]
+    for line in answer.splitlines():
+        assert any(same_but_for_versions(line.split(), row) for row in rows), line
+
+
+def same_but_for_versions(shown: list[str], printed: list[str]) -> bool:
+    """`printed` starts with the words of `shown`. Numbers may differ by 1%: estimates depend slightly on the versions
+    of torch and transformers, whose operations are counted."""
+
+    def same(a: str, b: str) -> bool:
+        try:
+            return float(a.replace(",", "")) == pytest.approx(float(b.replace(",", "")), rel=0.01)
+        except ValueError:
+            return a == b
+
+    return bool(shown) and len(printed) >= len(shown) and all(map(same, shown, printed))
 
 
 def test_jsons_are_converted_as_shown(
