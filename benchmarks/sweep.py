@@ -176,7 +176,12 @@ def remaining(cases: Iterable[GridCase], rows: Sequence[Row]) -> list[GridCase]:
     return list(found.values())
 
 
-def run(sweep: Sweep, listing: Listing, *, expectation: Expectation = lambda case, rows: None) -> int:
+def nothing_known(case: GridCase, rows: Sequence[Row]) -> float | None:
+    """The expectation of a case whose seconds nothing tells."""
+    return None
+
+
+def run(sweep: Sweep, listing: Listing, *, expectation: Expectation = nothing_known) -> int:
     """Runs cases until none is left or the time is up. Returns the number of rows written."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // sweep.jobs)))

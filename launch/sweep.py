@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a clone works
 from benchmarks.accuracy import SELECT_SEED, SELECT_TASKS, best_rates, staged_cases, tuning_cases, whole_sweep
 from benchmarks.grid import Grid, GridCase, GridError
 from benchmarks.grids import GRIDS, read_grid
-from benchmarks.sweep import Start, Sweep, read_rows, remaining, rows_of, run
+from benchmarks.sweep import Start, Sweep, nothing_known, read_rows, remaining, rows_of, run
 from benchmarks.sweep_cost import expectation, plan_table
 from ds_zo.records.rows import Row
 
@@ -267,10 +267,15 @@ def main(argv: list[str] | None = None) -> None:
             sys.exit(f"error: {error} (--model, --data-root)")
         return
     left, num_cases = listing(rows), len({case.key for case in listing.cases(rows)})
-    seconds = expectation(model=args.model, data_root=args.data_root, jobs=args.jobs, arguments=sweep.arguments)
+    if args.case_seconds is None:
+        seconds = expectation(model=args.model, data_root=args.data_root, jobs=args.jobs, arguments=sweep.arguments)
+    else:
+        seconds = nothing_known  # evaluation comes on top
     expected = [seconds(case, rows) for case in left]
     known = [s for s in expected if s is not None]
     about = f", about {sum(known) / args.jobs:.0f} s" if known else ""
+    if args.case_seconds is not None:
+        about = f", {args.case_seconds:g} s of training each"
     print(f"{num_cases} cases, {len(left)} to run now{about}", flush=True)
     if others := listing.made_otherwise(rows):
         print(
@@ -282,8 +287,7 @@ def main(argv: list[str] | None = None) -> None:
         for case, s in zip(left, expected, strict=True):
             print(f"{case.key}{f' ({s:.0f} s)' if s else ''}: launch/train.py {shlex.join(sweep.command(case))}")
         return
-    guess = args.case_seconds is None and not args.fill
-    num_rows = run(sweep, listing, expectation=seconds if guess else lambda case, rows: None)
+    num_rows = run(sweep, listing, expectation=nothing_known if args.fill else seconds)
     rows = read_rows(args.results)
     failed = sum(row["status"] == "failed" for row in rows[-num_rows:]) if num_rows else 0
     num_left = len(listing(rows))

@@ -167,6 +167,9 @@ def test_tuning_is_the_part_of_the_grid_that_chooses_rates(
         assert f"44 cases, {left} to run now" in said and f"rows-runs/{Path(model).name}/" in said
     (tmp_path / "boolq").mkdir()
     (tmp_path / "boolq" / "train.jsonl").write_text(json.dumps(TABLES["boolq"][0]) + "\n")
+    for more, time in ([], ", about "), (["--case-seconds", "5"], ", 5 s of training each\n"):
+        script.main(["--tasks", "boolq", "--data-root", str(tmp_path), "--results", "x", "--dry-run", *more])
+        assert time in capsys.readouterr().out
     script.main(["--grid", "smoke", "--tasks", "boolq", "--data-root", str(tmp_path), "--results", "x", "--plan"])
     assert "| zo | 2 |" in capsys.readouterr().out
     results.write_text("")
