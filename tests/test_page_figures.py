@@ -37,6 +37,12 @@ def tables_of(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
+def speeds_of(page: str) -> list[list[str]]:
+    """The lines of the page's table of memory and speed."""
+    (section,) = re.findall(r"^## Memory and speed$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    return [row for row in tables_of(section) if row[4][:1].isdigit()]
+
+
 OFFLOADED = "`AdamW` on LoRA, base streamed as NF4, `offload_activations`"
 SPEED = [
     # method, model, tokens a step, file, case, run
@@ -52,7 +58,9 @@ SPEED = [
     ("`LOMO`", "LLaMA-7B", LLAMA, "compare/llama-7b/24gb/rows.jsonl", "lomo", ""),
     ("`AdaLOMO`", "LLaMA-7B", LLAMA, "h200_lomo.jsonl", "speed/adalomo", "20261115T093417Z"),
     ("`LSP`, d = 512", "LLaMA-7B", LLAMA, "compare/llama-7b/24gb/rows.jsonl", "lsp", ""),
+    ("`LSP`, d = 512, random projectors", "LLaMA-7B", LLAMA, "h200_lsp.jsonl", "capped/7b/4/lsp-512", ""),
     ("`ZO`", "LLaMA-7B", LLAMA, "compare/llama-7b/24gb/rows.jsonl", "zo", ""),
+    ("`AdaLOMO`, streamed", "LLaMA-8B", LLAMA, "h200_recipes.jsonl", "adalomo_7b_24gb", ""),
     ("`LOMO`, streamed", "LLaMA-7B", LLAMA, "h200_lomo.jsonl", "streamed/7b-6gb", ""),
     ("`LSP`, streamed", "LLaMA-7B", LLAMA, "h200_lsp.jsonl", "capped/7b/4/lsp-512-streamed", ""),
     ("`ZO`, streamed, `master: wire`", "OPT-6.7B", OPT, "h200_zo_targets.jsonl", "6.7b.streamed", "20261115T180412Z"),
@@ -93,14 +101,14 @@ def figures_of(row: dict[str, Any]) -> tuple[str, str, str]:
 def test_memory_and_speed_are_of_a_row(line: tuple[str, ...]) -> None:
     method, model, tokens, file, case, run = line
     gpu, host, speed = figures_of(row_of(file, case, run))
-    cells = next(row for row in tables_of(CHOOSE) if row[:2] == [method, f"{model}, {tokens}"])
+    cells = next(row for row in speeds_of(CHOOSE) if row[:2] == [method, f"{model}, {tokens}"])
     assert cells[2].split(",")[0] == gpu
     assert cells[3] in (host, "")
     assert cells[4] == speed
 
 
 def test_every_line_of_the_table_of_speeds_is_compared() -> None:
-    shown = [row[:2] for row in tables_of(CHOOSE) if len(row) == 5 and row[4][:1].isdigit()]
+    shown = [row[:2] for row in speeds_of(CHOOSE)]
     assert shown == [[method, f"{model}, {tokens}"] for method, model, tokens, *_ in SPEED]
 
 
@@ -145,7 +153,7 @@ def test_quality_is_of_rows(name: str) -> None:
 
 def test_figures_of_the_readme_are_those_of_the_page() -> None:
     """The README has a selection of the page's figures, which the tests above compare with rows."""
-    speeds = {row[4]: row for row in tables_of(CHOOSE) if len(row) == 5 and row[4][:1].isdigit()}
+    speeds = {row[4]: row for row in speeds_of(CHOOSE)}
     shown = re.findall(r"((?:[\d.]+ GB, )+)([\d,]+) tokens/s", README)
     assert len(shown) >= 6
     for memory, speed in shown:
