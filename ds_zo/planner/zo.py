@@ -149,7 +149,7 @@ def _setting(stream: StreamConfig, *, num_streamed: int, num_blocks: int, interv
     where = f"{num_streamed} of {num_blocks} blocks streamed" if num_streamed else "all on the device"
     if stream.frozen_dtype != "auto":
         return f"{where}, base in {stream.frozen_dtype}, LoRA of rank {LOW_RANK} trained"
-    return f"{where}, master {stream.master}" + (f", folded every {interval}" if num_streamed else "")
+    return f"{where}, master {stream.master}" + (f", written back every {interval} steps" if num_streamed else "")
 
 
 def _written(params: ZOParams) -> dict[str, Any]:

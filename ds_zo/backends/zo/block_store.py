@@ -211,7 +211,7 @@ class ZOBlockStore(BlockStore):
         self.set_interval(interval)
         self.step_time = f"{model.step_s(self.interval, **sizes) * 1e3:.0f} ms a step expected ({model})"
         show(
-            f"ds_zo: from now on blocks are folded every {self.interval} steps, {self.step_time}; set "
+            f"ds_zo: from now on blocks are written back every {self.interval} steps, {self.step_time}; set "
             "ds_zo.stream.writeback_interval to use the same interval in every run"
         )
 
@@ -243,8 +243,8 @@ class ZOBlockStore(BlockStore):
             f"ds_zo: device: weights {self.resident_nbytes / gib:.2f} GiB, {len(self.runtime.slots)} slots "
             f"{self.slots_nbytes / gib:.2f} GiB, scratch {self.materialiser.scratch.numel() / gib:.2f} GiB; host: "
             f"{self.store.nbytes / gib:.2f} GiB, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned",
-            f"ds_zo: blocks stored as {formats_of(blocks) or 'n/a'}, master {self._stream.master}, folded every "
-            f"{self.interval} steps (at most {CAPACITY} behind)",
+            f"ds_zo: blocks stored as {formats_of(blocks) or 'n/a'}, master {self._stream.master}, written back "
+            f"every {self.interval} steps (at most {CAPACITY} behind)",
         ]
         if self.shared is not None:
             lines.append(
