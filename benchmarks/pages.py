@@ -501,7 +501,7 @@ def all_quality() -> str:
             "lora": "LoRA",
             "lomo": "LOMO",
             "adalomo": "AdaLOMO",
-            "lsp-512": "LSP, d = 512",
+            "lsp-512": "LSP, d = 512, fitted to one batch",
             "mezo": "MeZO",
             "zo": "ZO",
             "zo-bf16": "ZO, bf16",
