@@ -614,14 +614,12 @@ def all_records() -> Iterator[Record]:
     after = [row for row in rows_in("h200_zo_low_planes.jsonl") if row["status"] == "ok"]
     row = max(after, key=lambda row: row["tokens_per_s_mean"])
     yield _compared("ZO within 24 GB", "h200_zo_low_planes.jsonl", row, folder="opt-13b", model="OPT-13B, 1 x 2,048")
-    adapters = [row for row in rows_in(ADAPTER) if row["status"] == "ok" and row["method"] == "adapter"]
-    yield _adapters("Largest model with gradients (AdamW), adapters only", max(_capped(adapters), key=_largest_in_least_memory))
-    of_70b = [row for row in _capped(adapters) if row["shape"] == "llama-70b"]
-    yield _adapters("Least GPU memory for a 70B model with gradients (AdamW), adapters only", min(of_70b, key=_least_memory))
-
-
-def _capped(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row.get("cap_gb")]
+    adapters = [row for row in rows_in(ADAPTER) if (row["status"], row["method"]) == ("ok", "adapter")]
+    capped = [row for row in adapters if row.get("cap_gb")]
+    title = "Largest model with gradients (AdamW), adapters only"
+    yield _adapters(title, max(capped, key=_largest_in_least_memory))
+    title = "Least GPU memory for a 70B model with gradients (AdamW), adapters only"
+    yield _adapters(title, min((row for row in capped if row["shape"] == "llama-70b"), key=_least_memory))
 
 
 def _largest_in_least_memory(row: Row) -> tuple[float, float]:

@@ -330,11 +330,7 @@ RECIPES = (
         "llama-70b",
         1024,
         "adapter",
-        (
-            Measured(
-                "h200_adapter.jsonl", "20261117T050543Z", "70b/nf4-16gb", without_effect="`gradient_clipping` 1"
-            ),
-        ),
+        (Measured("h200_adapter.jsonl", "20261117T050543Z", "70b/nf4-16gb", without_effect="`gradient_clipping` 1"),),
         device_gb=16,
         options=f"{_TEXT_OPTIONS} --lora-rank 16 --lora-targets all-linear",
     ),
