@@ -100,9 +100,8 @@ def config_of(backend: str, placement: str) -> dict[str, Any]:
 
 def uploaded_bytes(backend: Any) -> int:
     """Bytes of blocks that were copied from the host to the device. 0 if no block is streamed."""
-    owner = (
-        getattr(backend, "_streamed", None) or getattr(backend, "_base", None) or backend
-    )  # LSP and Adapter have parts
+    parts = (getattr(backend, name, None) for name in ("_streamed", "_base"))  # of LSP and of Adapter
+    owner = next(filter(None, parts), backend)
     store = getattr(owner, "block_store", None) or getattr(owner, "_block_store", None)
     return 0 if store is None else store.runtime.bytes_up
 
@@ -238,9 +237,10 @@ within 1e-6, on a GPU every loss within 0.1%.
 
 *Resident* means that the weights stay on the device. *Streamed* means `"offload_param": {{"device": "cpu"}}`: the
 blocks stay in host memory and are copied to the device for use. Two ranks use the gloo backend on one machine.
-LSP runs Adam on the CPU (`offload_optimizer`) in every cell. LSP streams on one rank only, and a streamed LOMO, AdaLOMO,
-LSP or Adapter refuses a loss on router logits, because router logits are not outputs of a block. Adapter is AdamW on
-PEFT's LoRA of all linear layers; there "weights" are those of LoRA, and the base that streams is frozen.
+LSP runs Adam on the CPU (`offload_optimizer`) in every cell. LSP streams on one rank only, and a streamed LOMO,
+AdaLOMO, LSP or Adapter refuses a loss on router logits, because router logits are not outputs of a block. Adapter is
+[AdamW on PEFT's LoRA](adapters.md) of all linear layers. There the weights that must change and agree are those of
+LoRA, and the base that streams is frozen.
 """
 TAIL = """
 The runs check that a family trains. Other tests check that each backend equals a plain reference, in more dtypes and
