@@ -24,6 +24,7 @@ from pathlib import Path
 from benchmarks.accuracy import at_chosen_rates, by_seed
 from benchmarks.accuracy import table as accuracy_table
 from benchmarks.adapter_pages import ADAPTER_BLOCKS
+from benchmarks.adapter_pages import SPEED as ADAPTER
 from benchmarks.compare_pages import COMPARE_BLOCKS
 from benchmarks.equal_score import seconds_to
 from benchmarks.grid_pages import GRID_BLOCKS
@@ -141,11 +142,17 @@ def equal_noise() -> str:
     first = rows_in(EQUAL_Z)[0]
     scores = all(pair["zo"]["after"] == pair["mezo"]["after"] for pair in by_method.values())
     return (
-        f"With the same z, in float32, the losses of ZO and of in-memory MeZO differ by at most {farthest:.0e} of "
+        f"With the same z, in float32, the losses of ZO and of in-memory MeZO differ by at most {_bound(farthest)} of "
         f"their value, and their test scores are {'the same' if scores else 'not the same'} ({SMOLLM}, {tasks}, "
         f"{first['steps']} steps of {first['batch_size']} texts, {num_losses} losses compared). "
         f"{source(rows_in(EQUAL_Z), sweep('equal-z', '--jobs 4'))}"
     )
+
+
+def _bound(value: float) -> str:
+    """The smallest number of one digit that is not below a positive one."""
+    unit = 10.0 ** math.floor(math.log10(value))
+    return f"{math.ceil(value / unit) * unit:.0e}".replace("e-0", "e-")
 
 
 def stream_link() -> str:
@@ -482,12 +489,6 @@ def _accuracy_lines() -> list[str]:
     return accuracy_table(_accuracy_rows(), grid=read_grid("accuracy")).splitlines()
 
 
-def zo_quality() -> str:
-    return _quality(
-        {"zero-shot": "no training", "mezo": "MeZO", "zo": "ZO", "zo-fp8": "ZO, blocks in fp8", "adamw": "AdamW"}
-    )
-
-
 def lomo_quality() -> str:
     names = {"sgd": "SGD", "lomo": "LOMO", "adalomo": "AdaLOMO", "adamw": "AdamW"}
     return _quality({"zero-shot": "no training", **names})
@@ -579,25 +580,25 @@ def all_records() -> Iterator[Record]:
     ]
     yield _largest_by_zo([row for row in whole if row.get("cap_gb") == 24])
     by_lomo = max(_lomo_within_24(), key=lambda row: row["parameters"])
-    title = "Largest model with gradients (LOMO) within 24 GB"
+    title = "Largest model with gradients (LOMO), all weights, within 24 GB"
     yield Record(title, LOMO, by_lomo, model=f"{_shape(by_lomo)}, 4 x 1,024", command=_suite("lomo", by_lomo))
     ours = [row for row in rows_in(LOMO) if row["status"] == "ok" and row.get("method") == "lomo"]
     resident = [row for row in ours if row.get("tokens_per_s") and row.get("cap_gb") is None]
     most = max(resident, key=lambda row: (row["parameters"], row["tokens_per_s"]))
-    title = "Largest model by LOMO with all weights on one H200"
+    title = "Largest model by LOMO, all weights, on the whole H200"
     yield Record(title, LOMO, most, model=f"{_shape(most)}, 1 x 1,024", command=_suite("lomo", most))
     small = [row for row in whole if row["shape"] == "opt-6.7b" and row["batch"] == 1 and row["dtype"] == "bf16"]
     least = min(small, key=_least_memory)
     wire = least["stream"]["wire_dtype"]
-    title = "Least GPU memory for a 7B model by ZO"
+    title = "Least GPU memory for a 7B model by ZO, all weights"
     yield Record(title, ZO, least, model=f"{_shape(least)}, {wire}, 1 x 2,048", command=_zo(least))
     streamed = [row for row in ours if row["shape"].endswith("7b") and row.get("tokens_per_s") and row.get("cap_gb")]
     least = min(streamed, key=_least_memory)
-    title = "Least GPU memory for a 7B model with gradients (LOMO)"
+    title = "Least GPU memory for a 7B model with gradients (LOMO), all weights"
     yield Record(title, LOMO, least, model=f"{_shape(least)}, 4 x 1,024", command=_suite("lomo", least))
     by_lsp = [row for row in rows_in(LSP) if row["status"] == "ok" and row.get("shape", "").endswith("7b")]
     least = min(by_lsp, key=_least_memory)
-    title = "Least GPU memory for a 7B model with Adam (LSP)"
+    title = "Least GPU memory for a 7B model with Adam (LSP), all weights"
     yield Record(title, LSP, least, model=f"{_shape(least)}, 4 x 1,024", command=_suite("lsp", least))
     compiled = [row for row in ours if row["case"].startswith("speed/") and row["shape"].endswith("7b")]
     fastest = max(compiled, key=lambda row: row["tokens_per_s"])
@@ -613,11 +614,30 @@ def all_records() -> Iterator[Record]:
     after = [row for row in rows_in("h200_zo_low_planes.jsonl") if row["status"] == "ok"]
     row = max(after, key=lambda row: row["tokens_per_s_mean"])
     yield _compared("ZO within 24 GB", "h200_zo_low_planes.jsonl", row, folder="opt-13b", model="OPT-13B, 1 x 2,048")
+    adapters = [row for row in rows_in(ADAPTER) if (row["status"], row["method"]) == ("ok", "adapter")]
+    capped = [row for row in adapters if row.get("cap_gb")]
+    title = "Largest model with gradients (AdamW), adapters only"
+    yield _adapters(title, max(capped, key=_largest_in_least_memory))
+    title = "Least GPU memory for a 70B model with gradients (AdamW), adapters only"
+    yield _adapters(title, min((row for row in capped if row["shape"] == "llama-70b"), key=_least_memory))
+
+
+def _largest_in_least_memory(row: Row) -> tuple[float, float]:
+    """Orders rows by the size of their model. Of one model, the row with the least GPU memory comes last."""
+    return float(row["shape"].rpartition("-")[2].removesuffix("b")), -row["peak_gb"]
+
+
+def _adapters(title: str, row: Row) -> Record:
+    form = row["stream"]["frozen_dtype"].upper()
+    model = f"{_shape(row)}, LoRA of rank {row['rank']} over {form}, {row['batch']} x {row['length']:,}"
+    only = shlex.quote(f"^{row['case']}$")
+    command = f"python -m benchmarks.adapter_speed --only {only} --out rows.jsonl"
+    return Record(f"{title}, within {row['cap_gb']:g} GB", ADAPTER, row, model=model, command=command)
 
 
 def _largest_by_zo(capped: Sequence[Row]) -> Record:
     """The largest model among ZO's own rows and those of recipes for cards of 24 GB; of one model, the most bits."""
-    title = "Largest model by ZO within 24 GB"
+    title = "Largest model by ZO, all weights, within 24 GB"
     largest = max(capped, key=lambda row: row["parameters"])
     recipes = [row for row in _recipe_rows() if row["status"] == "ok" and row["contender"] == "zo"]
     larger = [
@@ -679,7 +699,6 @@ def which_method() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "zo-speed": zo_speed,
     "zo-directions": zo_directions,
-    "zo-quality": zo_quality,
     "equal-noise": equal_noise,
     "stream-link": stream_link,
     "stream-24gb": stream_capped,

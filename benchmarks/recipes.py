@@ -46,6 +46,8 @@ class Measured:
     """How the row's run differs from the recipe's JSON and model; empty if it does not, apart from the schedule."""
     part: str = ""
     """Key of the row that holds the figures, where one row has those of two phases; empty: the row itself."""
+    without_effect: str = ""
+    """A setting of the row's run that differs from the recipe's and changes neither memory nor speed."""
     tokens: str = ""
     """Sequences x tokens of the row's batch, where it has the recipe's number of tokens in another shape."""
 
@@ -260,7 +262,7 @@ RECIPES = (
         "opt-13b",
         128,
         "zo",
-        (Measured("compare/opt-13b/24gb/rows.jsonl", "20261115T212919Z", "zo", tokens="1 x 2048"),),
+        (Measured("h200_zo_low_planes.jsonl", "20261116T073822Z", "zo", tokens="1 x 2048"),),
         options="--task sst2 --hub --steps 20000",
     ),
     Recipe(
@@ -328,6 +330,7 @@ RECIPES = (
         "llama-70b",
         1024,
         "adapter",
+        (Measured("h200_adapter.jsonl", "20261117T050543Z", "70b/nf4-16gb", without_effect="`gradient_clipping` 1"),),
         device_gb=16,
         options=f"{_TEXT_OPTIONS} --lora-rank 16 --lora-targets all-linear",
     ),
@@ -412,7 +415,8 @@ def _figures(gpu_gb: float, host_gb: float, tokens_per_s: float) -> list[str]:
 
 def _measured_cells(found: Measured) -> list[str]:
     figures = found.figures
-    return _figures(figures["peak_gb"], figures["host_peak_gb"], figures["tokens_per_s"])
+    tokens_per_s = figures.get("tokens_per_s_mean") or figures["tokens_per_s"]  # as on the other pages
+    return _figures(figures["peak_gb"], figures["host_peak_gb"], tokens_per_s)
 
 
 def _planned_cells(recipe: Recipe) -> list[str]:
@@ -442,6 +446,7 @@ def recipe_block(recipe: Recipe) -> str:
         about = [found.differs or "this JSON"]
         if found.file == OWN_ROWS:
             about += [f"`{name}={value}`" for name, value in found.row["env"].items()]
+        about += [found.without_effect] if found.without_effect else []
         about += [f"{found.tokens} tokens"] if found.tokens else []
         rows.append(["measured", *_measured_cells(found), ", ".join(about), place])
     planned = recipe.planned_as or "this JSON"
@@ -501,16 +506,16 @@ def rates() -> str:
         mine = [row for row in rows if row["method"] == method]
         [model] = {row["model"] for row in mine}
         tried = ", ".join(f"{rate:g}" for rate in sorted({row["lr"] for row in mine}))
-        basis = f"best on dev of {tried} (`h200_accuracy.jsonl`)"
+        basis = f"best on dev of SST-2 and RTE of {tried} (`h200_accuracy.jsonl`)"
         cells.append([name, model, f"{chosen[method]:g}", basis])
     used = [row for row in _rows("h200_lsp_learned.jsonl") if row["method"] in USED_METHODS]
     for method, model in sorted({(row["method"], row["model"]) for row in used}):
         mine = [row for row in used if (row["method"], row["model"]) == (method, model) and row["task"] == "alpaca"]
         used_rates = sorted({row["lr"] for row in mine})
         tried = ", ".join(f"{rate:g}" for rate in used_rates)
-        basis = "the only one tried" if len(used_rates) == 1 else f"best on dev of {tried}"
+        basis = "the only one tried on Alpaca" if len(used_rates) == 1 else f"best on dev of Alpaca of {tried}"
         best = min(mine, key=lambda row: row["dev"])  # perplexity
-        cells.append([USED_METHODS[method], model, f"{best['lr']:g}", f"{basis}, Alpaca (`h200_lsp_learned.jsonl`)"])
+        cells.append([USED_METHODS[method], model, f"{best['lr']:g}", f"{basis} (`h200_lsp_learned.jsonl`)"])
     for name, model, file, source in LARGE_MODEL_RATES:
         config = json.loads((CONFIGS / f"{file}.json").read_text(encoding="utf-8"))
         rate = config["optimizer"]["params"]["lr"]

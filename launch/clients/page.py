@@ -44,6 +44,10 @@ settings. Set the learning rate there, as with AdamW: [Choose a method](choose.m
 and sizes on this page suit the tiny model of the test only. A real model takes a `subspace_dim` of 512, and no
 `writeback_interval`.
 
+For LOMO and AdaLOMO add `max_grad_norm: 0` to the program's file; all these programs, Axolotl too, have this key.
+Trainer's default is 1.0, which it writes in place of `"gradient_clipping": "auto"`. LOMO and AdaLOMO then take a second
+backward pass in each step.
+
 """
 TAIL = """
 The rows are in [cpu_clients.jsonl](../benchmarks/results/cpu_clients.jsonl).

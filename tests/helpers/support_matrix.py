@@ -26,6 +26,7 @@ from equivalence_runs import on_device
 from lomo_runs import config_for, lively, start, weights_of
 from lsp_runs import lsp_json
 from tiny_models import tiny_batch
+from torch import nn
 from zo_rank_cases import run_job
 from zoo import CASES, Case
 
@@ -51,7 +52,7 @@ FAMILIES = {
     "t5": "T5 (encoder and decoder)",
 }
 """The names that the page shows."""
-BACKENDS = ("ZO", "LOMO", "AdaLOMO", "LSP")
+BACKENDS = ("ZO", "LOMO", "AdaLOMO", "LSP", "Adapter")
 PLACEMENTS = ("resident", "streamed")
 RANKS = (1, 2)
 NUM_STEPS = 3
@@ -74,19 +75,33 @@ def case_of(family: str) -> Case:
     return CASES["mixtral" if family == "mixtral-router-loss" else family]
 
 
+def with_lora(model: nn.Module) -> nn.Module:
+    """The model with LoRA on all linear layers. The base is frozen."""
+    import peft
+
+    torch.manual_seed(0)
+    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))
+    return adapted.train()
+
+
 def config_of(backend: str, placement: str) -> dict[str, Any]:
     config = lsp_json(lr=1e-3) if backend == "LSP" else config_for(backend, lr=1e-3)
+    section: dict[str, Any] = {}
+    if backend == "Adapter":
+        config["optimizer"]["type"] = "AdamW"
+        section["backend"] = "adapter"
     place = {"stage": 0, **config.get("zero_optimization", {})}
     if placement == "streamed":
         place["offload_param"] = {"device": "cpu"}
         interval = {"writeback_interval": 2} if backend == "ZO" else {}
-        config["ds_zo"] = {"stream": {"resident_blocks": 0, **interval}}
-    return {**config, "zero_optimization": place, "steps_per_print": 1000}
+        section["stream"] = {"resident_blocks": 0, **interval}
+    return {**config, "zero_optimization": place, "ds_zo": section, "steps_per_print": 1000}
 
 
 def uploaded_bytes(backend: Any) -> int:
     """Bytes of blocks that were copied from the host to the device. 0 if no block is streamed."""
-    owner = getattr(backend, "_streamed", None) or backend  # LSP's block store is in its streamed part
+    parts = (getattr(backend, name, None) for name in ("_streamed", "_base"))  # of LSP and of Adapter
+    owner = next(filter(None, parts), backend)
     store = getattr(owner, "block_store", None) or getattr(owner, "_block_store", None)
     return 0 if store is None else store.runtime.bytes_up
 
@@ -95,10 +110,10 @@ def train_case(rank: int, family: str, backend: str, placement: str) -> dict[str
     """Trains one model for NUM_STEPS steps in a process group that exists. Returns losses and weights, or the message
     of a refusal."""
     case = case_of(family)
-    model = case.make()
-    before = weights_of(model)
+    model = with_lora(case.make()) if backend == "Adapter" else case.make()
+    before = {name: value for name, value in weights_of(model).items() if model.get_parameter(name).requires_grad}
     try:
-        engine = start(config_of(backend, placement), model)
+        engine = start(config_of(backend, placement), model, model_parameters=list(model.parameters()))
     except ConfigError as error:
         return {"refused": str(error)}
     losses = []
@@ -222,8 +237,10 @@ within 1e-6, on a GPU every loss within 0.1%.
 
 *Resident* means that the weights stay on the device. *Streamed* means `"offload_param": {{"device": "cpu"}}`: the
 blocks stay in host memory and are copied to the device for use. Two ranks use the gloo backend on one machine.
-LSP runs Adam on the CPU (`offload_optimizer`) in every cell. LSP streams on one rank only, and a streamed LOMO, AdaLOMO
-or LSP refuses a loss on router logits, because router logits are not outputs of a block.
+LSP runs Adam on the CPU (`offload_optimizer`) in every cell. LSP streams on one rank only, and a streamed LOMO,
+AdaLOMO, LSP or Adapter refuses a loss on router logits, because router logits are not outputs of a block. Adapter is
+[AdamW on PEFT's LoRA](adapters.md) of all linear layers. There the weights that must change and agree are those of
+LoRA, and the base that streams is frozen.
 """
 TAIL = """
 The runs check that a family trains. Other tests check that each backend equals a plain reference, in more dtypes and
