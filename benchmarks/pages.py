@@ -6,7 +6,7 @@
 A page marks the place of a block by two comments on lines of their own, `<!-- rows: NAME -->` and `<!-- /rows -->`.
 NAME is a key of BLOCKS. The text between the comments is replaced, by nothing while a block has no rows. A page has no
 measured figure outside such blocks, so new rows need no edit by hand. The block `which-method` is a copy of the
-README's table.
+README's advice and table.
 """
 
 from __future__ import annotations
@@ -690,10 +690,11 @@ def _suite(name: str, row: Row) -> str:
 
 
 def which_method() -> str:
-    """The README's table of this name, with links from docs/."""
+    """The README's advice and table of this name, with links from docs/."""
     section = (REPO / "README.md").read_text(encoding="utf-8").split("\n## Which method for me\n")[1]
-    table_of_readme = "\n".join(line for line in section.split("\n## ")[0].splitlines() if line.startswith("|"))
-    return table_of_readme.replace("](docs/", "](").replace("](ds_configs/", "](../ds_configs/")
+    advice, *others = section.split("\n## ")[0].strip().split("\n\n")
+    [table_of_readme] = (part for part in others if part.startswith("|"))
+    return f"{advice}\n\n{table_of_readme}".replace("](docs/", "](").replace("](ds_configs/", "](../ds_configs/")
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
