@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -58,15 +58,16 @@ class LSPCase(TrainingCase):
     then_batch: int | None = None
     """A second batch size that the same engine is measured with: setting an engine up may take longer than its steps.
     None: one batch size only."""
-    link_gbps: float | None = None
-    """GB/s of an emulated link between host and device, slower than the machine's; None: the machine's own."""
+    links_gbps: tuple[float | None, ...] = (None,)
+    """GB/s of links between host and device, one after the other under the same engine, which is set up on the first:
+    emulated ones, slower than the machine's; None: the machine's own."""
     without: tuple[str, ...] = ()
     """Parts of LSP's schedule that are switched off: "early uploads" (of directions, inside the backward pass), "last
     first" (the order of copies and of Adam's queue from the transition layer on)."""
     adam_on_device: bool = False
     """Whether LSP's Adam runs on the GPU."""
     take_apart: bool = False
-    """Whether the step is measured again without its parts: [Note: taken apart by switching off]."""
+    """Whether the step is measured again without its parts, on each link: [Note: taken apart by switching off]."""
 
     @property
     def num_positions(self) -> int:
@@ -74,11 +75,11 @@ class LSPCase(TrainingCase):
 
 
 def speed(**settings: Any) -> Row:
-    """Measures one `LSPCase` in this process. The row of `then_batch` is under `then`. A compiler that fails ends the
-    case."""
+    """Measures one `LSPCase` in this process. The row of `then_batch` is under `then`, those of all links but the first
+    under `links`, by GB/s. A compiler that fails ends the case."""
     case = LSPCase(**settings)
     where = start_device(case.device, cap_gb=case.cap_gb)
-    with slower_link(case.link_gbps if where.type == "cuda" else None), ExitStack() as stack:
+    with ExitStack() as stack:
         return _speed(case, where, stack)
 
 
@@ -87,30 +88,43 @@ def _speed(case: LSPCase, where: torch.device, stack: ExitStack) -> Row:
     method, clipping = case.method, case.clipping
     if where.type != "cuda":
         case = replace(case, dtype="fp32")
+    first_link, *other_links = case.links_gbps
+    on_link = slower_link if where.type == "cuda" else (lambda gbps: nullcontext())
     model = case.lazy_model(where)
     if case.stream is None:
         model = materialise(model, where)
     numel = sum(p.numel() for p in model.parameters())
     host_before_gb = host_peak_gb()
-    begin = time.perf_counter()
-    set_checkpointing(model, True)
-    model.train()
-    if method in _WITHOUT_DEEPSPEED:
-        trainer = _WITHOUT_DEEPSPEED[method](model, clipping)
-    else:
-        trainer = _engine(ALL[method], model, case)
-    for part in case.without:
-        stack.enter_context(_WITHOUT[part](trainer.engine))
-    if case.compiled:
-        trainer.compile(model)
-    ids = random_batch(model, case.batch, case.length, where)
-    synchronize(where)
-    load_s = time.perf_counter() - begin
-    trainer.step(ids)
-    synchronize(where)
-    first_step_s = time.perf_counter() - begin - load_s
+    with on_link(first_link):
+        begin = time.perf_counter()
+        set_checkpointing(model, True)
+        model.train()
+        if method in _WITHOUT_DEEPSPEED:
+            trainer = _WITHOUT_DEEPSPEED[method](model, clipping)
+        else:
+            trainer = _engine(ALL[method], model, case)
+        for part in case.without:
+            stack.enter_context(_WITHOUT[part](trainer.engine))
+        if case.compiled:
+            trainer.compile(model)
+        ids = random_batch(model, case.batch, case.length, where)
+        synchronize(where)
+        load_s = time.perf_counter() - begin
+        trainer.step(ids)
+        synchronize(where)
+        first_step_s = time.perf_counter() - begin - load_s
     counts = _Counts(case.warmup, case.steps, case.max_s, period=ALL[method].period if method in ALL else 1)
-    measured = _measured(trainer, ids, counts, where)
+
+    def on_this_link() -> Row:
+        row = _measured(trainer, ids, counts, where)
+        row["host_gb_added"] = row["host_peak_gb"] - host_before_gb
+        if case.take_apart:
+            row |= _taken_apart(trainer, ids, counts, where)
+        if case.then_batch is not None:
+            row["then"] = _measured(trainer, random_batch(model, case.then_batch, case.length, where), counts, where)
+            row["then"]["host_gb_added"] = row["then"]["host_peak_gb"] - host_before_gb
+        return row
+
     row: Row = {
         "method": method,
         "shape": case.shape,
@@ -119,20 +133,18 @@ def _speed(case: LSPCase, where: torch.device, stack: ExitStack) -> Row:
         "gradient_clipping": clipping,
         "compiled": case.compiled,
         "cap_gb": case.cap_gb,
-        "link_gbps": case.link_gbps,
+        "link_gbps": first_link,
         "load_s": load_s,
         "first_step_s": first_step_s,
-        **measured,
-        "host_gb_added": measured["host_peak_gb"] - host_before_gb,
         **trainer.facts,
     }
-    if case.take_apart:
-        row |= _taken_apart(trainer, ids, counts, where)
-    if case.then_batch is not None:
-        row["then"] = _measured(trainer, random_batch(model, case.then_batch, case.length, where), counts, where)
-        row["then"]["host_gb_added"] = row["then"]["host_peak_gb"] - host_before_gb
-    if case.slow_host:
-        row |= slow_host_row(lambda: trainer.step(ids), steps=case.steps, device=where)
+    with on_link(first_link):
+        row |= on_this_link()
+        if case.slow_host:
+            row |= slow_host_row(lambda: trainer.step(ids), steps=case.steps, device=where)
+    for link in other_links:
+        with on_link(link):
+            row.setdefault("links", {})[link_name(link)] = on_this_link()
     biases = getattr(getattr(trainer.engine, "backend", None), "biases", None)
     if biases:
         row |= {
@@ -141,6 +153,11 @@ def _speed(case: LSPCase, where: torch.device, stack: ExitStack) -> Row:
             "bias_max": max(biases.values()),
         }
     return row
+
+
+def link_name(gbps: float | None) -> str:
+    """In names of cases."""
+    return "own" if gbps is None else f"{gbps:g}"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import paper_figures as paper
-from benchmarks.lsp_speed import FIGURE_5
+from benchmarks.lsp_cases import link_name
+from benchmarks.lsp_speed import FIGURE_5, LINKS_GBPS
 from benchmarks.sources import RATIOS, STEPS, gb, ms, ratio, read_rows, source, speed, suite
 from ds_zo.bench.report import planned_host_gb
 from ds_zo.records.rows import Row, table
@@ -365,11 +366,25 @@ _FIGURE_5_COMMAND = suite("lsp_speed", "run --preset figure5")
 _OWN_COMMAND = suite("lsp_speed", "run --preset issue", only="^issue/(1.3b|3b)/4")
 
 
+def by_link(rows: Sequence[Row]) -> list[Row]:
+    """A row for each link that an engine of Figure 5 was measured on: its case is `figure5/LINK/SHAPE/METHOD`."""
+    found: list[Row] = []
+    for row in rows:
+        suite_name, _, rest = row["case"].partition("/")
+        if suite_name != "figure5":
+            found.append(row)
+            continue
+        of_case = {key: value for key, value in row.items() if key != "links"}
+        for link, measured in {link_name(row.get("link_gbps")): {}, **row.get("links", {})}.items():
+            found.append({**of_case, **measured, "case": f"figure5/{link}/{rest}"})
+    return found
+
+
 def lsp_5() -> str:
-    rows, used, body = rows_of(*LSP_FILES), list[Row](), []
+    rows, used, body = by_link(rows_of(*LSP_FILES)), list[Row](), []
     inputs = {shape: f"{batch} x {length:,}" for shape, batch, length in FIGURE_5}
     for shape, (title, theirs) in paper.LSP_FIGURE_5.items():
-        prefixes = [f"figure5/{link}/{shape}" for link in ("own", "20", "10")]
+        prefixes = [f"figure5/{link_name(link)}/{shape}" for link in LINKS_GBPS]
         body.append([f"{title} / {shape}, {inputs[shape]}", f"{theirs:.2f}", *_over_offload(rows, prefixes, used)])
     for size in ("1.3b", "3b"):
         cells = _over_offload(rows, [f"issue/{size}/4+1"], used)
@@ -381,7 +396,7 @@ def lsp_5() -> str:
         "then with copies slowed down to such links. ZeRO-Offload has float32 states, as in the paper, or bf16 states. "
         f"The paper's ratios are in the order of its text. {RATIOS}"
     )
-    links = ("own link", "20 GB/s", "10 GB/s")
+    links = [f"{link_name(link)} link" if link is None else f"{link:g} GB/s" for link in LINKS_GBPS]
     heads = ["paper's case / our shape and tokens", "paper"]
     heads += [f"{link}, {states} states" for link in links for states in ("float32", "bf16")]
     return _block(said, heads, body, used, _FIGURE_5_COMMAND, _OWN_COMMAND)
@@ -399,7 +414,7 @@ def _over_offload(rows: Sequence[Row], prefixes: Sequence[str], used: list[Row])
 
 def lsp_6() -> str:
     """Parts of a step, of rows of Figure 5 and of the newest run that takes LSP and ZeRO-Offload apart."""
-    rows = rows_of(*LSP_FILES)
+    rows = by_link(rows_of(*LSP_FILES))
     used = list({row["case"]: row for row in rows if row["case"].startswith("figure5/") and "rest_s" in row}.values())
     own = [f"issue/1.3b/4+1/{name}" for name in ("lsp-512", "zero2-offload")]
     used += (in_one_run(rows, *own, key="rest_s") or {}).values()

@@ -54,6 +54,15 @@ def test_a_case_measures_both_batches_memory_and_parts(name: str) -> None:
 
 
 @pytest.mark.usefixtures("single_process")
+def test_one_engine_is_measured_on_every_link() -> None:
+    cases = cases_of("figure5", device="cpu", tiny=True)
+    [case] = [case for case in cases if case.name == "figure5/llama-1.3b/lsp-512"]
+    row = lsp_cases.speed(**case.params)
+    assert row["link_gbps"] is None and list(row["links"]) == ["20", "10"]
+    assert len({row["apart_step_s"], *(found["apart_step_s"] for found in row["links"].values())}) == 3
+
+
+@pytest.mark.usefixtures("single_process")
 def test_parts_of_the_schedule_are_switched_off() -> None:
     [case] = [case for case in cases_of("schedule", device="cpu", tiny=True) if case.name.endswith("/late-first-come")]
     row = lsp_cases.speed(**case.params)

@@ -78,12 +78,16 @@ def test_a_model_with_fewer_layers_is_shown_where_no_whole_one_is(results: Path)
 def test_figures_5_and_6_are_of_one_link(results: Path) -> None:
     apart = {"rest_s": 0.2, "exposed_cpu_s": 0.1, "apart_step_s": 0.3, "exposed_spread_s": 0.01}
     apart |= {"shape": "gpt2-774m", "batch": 4, "length": 512}
-    ours = row("figure5/10/gpt2-774m/lsp-512", "1", 600.0, **apart, exposed_copy_s=0.0)
-    other = row("figure5/10/gpt2-774m/zero2-offload", "1", 200.0, **apart)
+    ours = row("figure5/gpt2-774m/lsp-512", "1", 600.0, shape="gpt2-774m", batch=4, length=512, link_gbps=None)
+    other = ours | {"case": "figure5/gpt2-774m/zero2-offload", "tokens_per_s": 300.0}
+    ours["links"] = {"10": {**apart, "tokens_per_s": 300.0, "exposed_copy_s": 0.0}}
+    other["links"] = {"10": {**apart, "tokens_per_s": 100.0}}
     write(results, "h200_lsp_figure5.jsonl", [ours, other])
     gap = " not measured |"
-    assert f"/ gpt2-774m, 4 x 512 | 2.03 |{gap}{gap}{gap}{gap} 3.00 (0.75 to 12.00) |{gap}" in paper_pages.lsp_5()
+    own, slow = "2.00 (0.50 to 8.00) |", "3.00 (0.75 to 12.00) |"
+    assert f"/ gpt2-774m, 4 x 512 | 2.03 | {own}{gap}{gap}{gap} {slow}{gap}" in paper_pages.lsp_5()
     made = paper_pages.lsp_6()
+    assert "own" not in made
     assert "| gpt2-774m, 4 x 512, lsp-512 | 10 GB/s | 200 | 0 | 100 | 300 | 10 | 1 |" in made
     assert "| gpt2-774m, 4 x 512, zero2-offload | 10 GB/s | 200 |  | 100 | 300 | 10 | 1 |" in made
 
