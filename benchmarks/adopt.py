@@ -28,6 +28,8 @@ FILES = {
     "lsp_figure5.jsonl": "h200_lsp_figure5.jsonl",
     "lsp_equal_time.jsonl": "h200_lsp_equal_time.jsonl",
     "lora_lomo_rates.jsonl": "h200_lora_lomo_rates.jsonl",
+    "checkpoint_disk.jsonl": "h200_checkpoint_speed.jsonl",
+    "checkpoint_shm.jsonl": "h200_checkpoint_speed.jsonl",
 }
 """By name in a session's folder: the file in `results`."""
 
