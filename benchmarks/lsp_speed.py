@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks import presets
 from benchmarks.lsp_cases import LSPCase
-from benchmarks.lsp_claims import BATCHES, by_batch, claims_table
+from benchmarks.lsp_claims import BATCHES, SHAPES, by_batch, claims_table
 from ds_zo.bench.contenders import ALL
 from ds_zo.bench.runner import WARM, Case
 from ds_zo.records.rows import Row, table_lines
@@ -277,7 +277,9 @@ def markdown(rows: Sequence[Row]) -> str:
     tables: dict[str, list[Row]] = {}
     for row in last:
         tables.setdefault(row["case"].rpartition("/")[0], []).append(row)
-    return "\n\n".join([*(_table(title, found) for title, found in tables.items()), claims_table(last)]) + "\n"
+    is_judged = any(title.removeprefix("capped/").startswith(SHAPES) for title in tables)
+    claims = [claims_table(last)] if is_judged else []
+    return "\n\n".join([*(_table(title, found) for title, found in tables.items()), *claims]) + "\n"
 
 
 _COLUMNS = (

@@ -60,6 +60,8 @@ def test_one_engine_is_measured_on_every_link() -> None:
     row = lsp_cases.speed(**case.params)
     assert row["link_gbps"] is None and list(row["links"]) == ["20", "10"]
     assert len({row["apart_step_s"], *(found["apart_step_s"] for found in row["links"].values())}) == 3
+    row |= {"case": case.name, "params": case.params, "status": "ok", "run_id": "a"}
+    assert "Claims" not in markdown([row]), "nothing was asked of these cases"
 
 
 @pytest.mark.usefixtures("single_process")
