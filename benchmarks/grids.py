@@ -274,42 +274,6 @@ CURVES = Grid(
 is their mean, to be ended by `--case-seconds`, one job at a time."""
 
 _ALPACA = ("--tf32", "--max-length", "256", "--pad-multiple", "16", "--eval-batch-size", "64")
-_LSP_CURVE: dict[str, Any] = {"steps": 300, "eval_every": 50, "warmups": (0.05,)}
-
-
-LORA_RANK_OF_LSP_512 = 112
-"""LoRA in all linear layers that takes as much of the device as LSP at d = 512. Measured with SmolLM2-135M at 16 x 256
-tokens: LSP-512 9.26 GB, LoRA of rank 4 8.47. At the peak, where the loss is, a rank of one more has added 305,280
-entries with two moments (12 bytes each) and 210 activations for each of 4,096 tokens: 7.1 MB. Its alpha is its rank, so
-that an update is as large as at rank 16."""
-
-LSP_CURVES = Grid(
-    {
-        "adamw": Method(ADAMW, lrs=(1e-4,), **_LSP_CURVE),
-        "lsp-512": Method(_lsp(512), lrs=(1e-4,), **_LSP_CURVE),
-        "lsp-256": Method(_lsp(256), lrs=(1e-4,), **_LSP_CURVE),
-        "lora": Method(ADAMW, lrs=(1e-3,), lora_ranks=(4,), arguments=("--lora-targets", "all-linear"), **_LSP_CURVE),
-        "lora-large": Method(
-            ADAMW,
-            lrs=(3e-4, 1e-3),
-            lora_ranks=(LORA_RANK_OF_LSP_512,),
-            arguments=("--lora-targets", "all-linear", "--lora-alpha", str(LORA_RANK_OF_LSP_512)),
-            **_LSP_CURVE,
-        ),
-        "galore": Method(_galore(128), lrs=(2e-4, 8e-4), **_LSP_CURVE),
-        "zero-offload": Method(ZERO_OFFLOAD_ADAMW, lrs=(1e-4,), **_LSP_CURVE),
-        "lsp-1024": Method(_lsp(1024), lrs=(1e-4,), **_LSP_CURVE),
-    },
-    tasks=("alpaca",),
-    arguments=_ALPACA,
-)
-"""LSP beside AdamW, ZeRO-Offload, GaLore and LoRA on SmolLM2-135M: three epochs of 1,600 rows, batch 16, float32
-(products in TF32).
-
-LoRA of rank 4 in all linear layers has as many entries as LSP's projectors with 4 non-zeros; the large one takes as
-much of the device as LSP does all in all. At d = 1024 only the embedding of this model is still projected (at its own
-576): every other matrix is smaller than d x d and trains whole."""
-
 _LSP_TIME: dict[str, Any] = {"steps": 320, "batch_size": 4, "eval_every": 20, "warmups": (0.05,)}
 
 LSP_TIME = Grid(
@@ -344,25 +308,6 @@ LSP_EQUAL_TIME = Grid(
 )
 """As `lsp-time`, with nothing that only one side has: bf16, clipping by 1.0, two rates and two seeds each, and
 ZeRO-Offload's copies overlapped. It also runs with DeepSpeed's states in bf16."""
-
-LSP_RATES = Grid(
-    {
-        "adamw": Method(ADAMW, lrs=(3e-4, 1e-3, 3e-3), batch_size=8, steps=120, eval_every=40, warmups=(0.05,)),
-        **{
-            name: Method(config, lrs=lrs, batch_size=8, steps=120, eval_every=40, warmups=(0.05,))
-            for name, config, lrs in (
-                ("lsp-64", _lsp(64), (1e-3, 3e-3, 6e-3)),
-                ("lsp-32", _lsp(32), (1e-3, 3e-3, 6e-3)),
-                ("lsp-64-random", _lsp(64, projector="random"), (1e-3, 3e-3, 6e-3)),
-                ("lsp-32-random", _lsp(32, projector="random"), (1e-3, 3e-3, 6e-3)),
-                ("lsp-64-dense", _lsp(64, edge="dense"), (1e-3, 3e-3, 6e-3)),
-            )
-        },
-    },
-    tasks=("alpaca",),
-)
-"""Which rate LSP wants where AdamW's is known, with learned and random projectors, the tied embedding projected or not:
-for the embedded model, whose other matrices are 128 x 128 to 384 x 128."""
 
 QWEN_STEPS, QWEN_ZO_STEPS = 60, 300
 _ON_QWEN: dict[str, Any] = {"steps": QWEN_STEPS, "eval_every": QWEN_STEPS // 2, "warmups": (0.05,)}
@@ -501,10 +446,8 @@ GRIDS: dict[str, Grid] = {
     "lsp-glue": lsp_glue(576),
     "equal-z": EQUAL_Z,
     "curves": CURVES,
-    "lsp-curves": LSP_CURVES,
     "lsp-time": LSP_TIME,
     "lsp-equal-time": LSP_EQUAL_TIME,
-    "lsp-rates": LSP_RATES,
     "qwen": QWEN,
     "qwen-code": QWEN_CODE,
     "nf4": NF4,

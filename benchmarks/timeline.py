@@ -10,9 +10,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.pictures import save
+
 Recording = dict[str, Any]
 LANES = ("upload", "compute", "download")
-_COLOURS = {"upload": "#4878a8", "forward": "#8a8a8a", "noise": "#d08a3c", "download": "#6aa06a"}
+_LANE_NAMES = {"upload": "uploads", "compute": "computing", "download": "downloads"}
+_KINDS = {
+    "upload": ("upload of a block", "#4878a8"),
+    "noise": ("updates and noise", "#d08a3c"),
+    "forward": ("forward passes", "#8a8a8a"),
+    "download": ("download of a block", "#6aa06a"),
+}
+"""By kind of span: its name and its colour in the picture."""
 _GAP_S = 20e-6
 """Kernels closer than this are one span: a block's forward is dozens of them."""
 _NUM_WARMUPS, _LENGTH = 12, 2048
@@ -108,15 +117,13 @@ def busy(recording: Mapping[str, Any]) -> dict[str, float]:
 
 def draw(recording: Mapping[str, Any], path: Path) -> None:
     """A lane a stream, time from left to right."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(11, 2.6), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(8.0, 2.8), layout="constrained")
     axes = figure.subplots()
     share = busy(recording)
-    kinds = [kind for kind in _COLOURS if any(span[1] == kind for span in recording["spans"])]
+    kinds = [kind for kind in _KINDS if any(span[1] == kind for span in recording["spans"])]
     for row, lane in enumerate(reversed(LANES)):
         for kind in kinds:
             bars = [
@@ -125,29 +132,24 @@ def draw(recording: Mapping[str, Any], path: Path) -> None:
                 if on == lane and is_kind == kind
             ]
             if bars:
-                axes.broken_barh(bars, (row - 0.38, 0.76), facecolors=_COLOURS[kind], edgecolor="white", linewidth=0.3)
-    axes.set_yticks(range(len(LANES)), [f"{lane} ({share[lane]:.0%} busy)" for lane in reversed(LANES)])
+                colour = _KINDS[kind][1]
+                axes.broken_barh(bars, (row - 0.38, 0.76), facecolors=colour, edgecolor="white", linewidth=0.3)
+    axes.set_yticks(range(len(LANES)), [f"{_LANE_NAMES[lane]}\n{share[lane]:.0%} of the step" for lane in LANES[::-1]])
     axes.set_xlim(0, recording["step_s"] * 1e3)
     axes.set_xlabel("ms")
     axes.set_title(_title(recording), fontsize=10, loc="left")
-    axes.legend(
-        handles=[Patch(color=_COLOURS[kind], label=kind) for kind in kinds],
-        loc="center left",
-        bbox_to_anchor=(1.0, 0.5),
-        frameon=False,
-    )
+    handles = [Patch(color=colour, label=label) for kind, (label, colour) in _KINDS.items() if kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _title(recording: Mapping[str, Any]) -> str:
-    parts = [f"one ZO step, {recording['step_s'] * 1e3:.0f} ms", str(recording.get("shape", "")).upper()]
-    if recording.get("layers"):
-        parts.append(f"{recording['layers']} layers")
+    model = str(recording.get("shape", "")).upper()
+    layers = f" cut to {recording['layers']} layers" if recording.get("layers") else ""
     stream = recording.get("stream") or {}
-    parts.append(f"wire {stream.get('wire_dtype', recording.get('dtype'))}" if recording.get("dtype") else "")
-    parts.append(str(recording.get("gpu") or ""))
+    stored = stream.get("wire_dtype", recording.get("dtype"))
+    parts = [f"one ZO step of {model}{layers}", f"streamed as {stored}" if stored else "", recording.get("gpu") or ""]
     return ", ".join(part for part in parts if part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 import sys
@@ -12,7 +13,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks import adapter_speed, lomo_speed, lsp_speed, pages, recipe_speed, sources, zo_speed
+from benchmarks import (
+    adapter_speed,
+    lomo_speed,
+    lsp_plots,
+    lsp_speed,
+    pages,
+    recipe_speed,
+    sources,
+    zo_plots,
+    zo_speed,
+)
 from ds_zo.bench import headline
 from ds_zo.bench.compare import main as compare
 from ds_zo.records.rows import Row
@@ -117,6 +128,61 @@ def test_a_picture_is_current_and_legible_on_a_phone(name: str) -> None:
     sizes = [float(size) for size in re.findall(r"font(?:-size)?: (?:\w+ )?([\d.]+)px", kept)]
     assert sizes and min(sizes) * 360 / width >= 11, "pixels of text on a phone, 360 pixels wide"
     assert "fill: #ffffff" in kept, "a dark page would shine through"
+
+
+COMMANDS = {
+    file: (name, command)
+    for name in NAMES
+    for command, file in re.findall(
+        r"`(python -m benchmarks\.[^`]*--out docs/pictures/(\w+\.svg))`", " ".join(read(name).split())
+    )
+}
+"""By measured picture: its page, and the command there that draws it."""
+
+
+@pytest.mark.parametrize("file", sorted(path.name for path in (DOCS / "pictures").glob("h200_*")))
+def test_a_measured_picture_is_what_the_command_on_its_page_draws(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page, command = COMMANDS[file]
+    assert re.search(rf"!\[[^]]{{20,}}\]\(pictures/{file}\)", read(page)), "with words for who cannot see it"
+    _, _, module, *arguments = shlex.split(command)
+    monkeypatch.chdir(REPO)
+    importlib.import_module(module).main([*arguments[:-1], str(tmp_path / file)])
+    drawn, kept = ((folder / file).read_text(encoding="utf-8") for folder in (tmp_path, DOCS / "pictures"))
+    assert words(drawn) == words(kept), f"run: {command}"
+
+
+def test_words_beside_measured_pictures_fit_the_rows() -> None:
+    """The pictures are of the runs of the tables beside them, and what is said of them can be seen in them."""
+    zo, lsp = pages.ZO_RUN, pages.LSP_RUN
+    assert all(f"--run-id {zo} " in COMMANDS[f"h200_{name}.svg"][1] for name in ("zo_step", "zo_sizes"))
+    assert f"--run-id {lsp} " in COMMANDS["h200_lsp_parts.svg"][1]
+    lines = zo_plots.group_by_size(pages.rows_in(pages.ZO))[zo]
+    by_size = {way: {row["shape"]: row for row in found} for way, found in lines.items()}
+    for shape, mezo in by_size["mezo"].items():
+        resident = by_size["resident"][shape]
+        assert resident["tokens_per_s"] > mezo["tokens_per_s"] and resident["peak_gb"] < 1.01 * mezo["peak_gb"]
+        for way, is_faster in (("streamed", False), ("bf12", True), ("fp8", True)):
+            if shape != "opt-1.3b":
+                row = by_size[way][shape]
+                assert row["peak_gb"] < 0.2 * mezo["peak_gb"]
+                assert (row["tokens_per_s"] > mezo["tokens_per_s"]) == is_faster
+                assert row["tokens_per_s"] > 0.9 * mezo["tokens_per_s"]
+    parts = lsp_plots.breakdown_parts([row for row in pages.rows_in(pages.LSP) if row["run_id"] == lsp])
+    shares = {name: {kind: s / sum(part.values()) for kind, s in part.items()} for name, part in parts.items()}
+    assert shares["LSP, d = 512"]["copy"] + shares["LSP, d = 512"]["cpu"] < 0.1
+    assert 0.45 < shares["ZeRO-Offload"]["copy"] < 0.55 and 0.28 < shares["ZeRO-Offload"]["cpu"] < 0.38
+    assert shares["layer-wise, no projection"]["cpu"] > 0.6
+    biases = lsp_plots.bias_by_setting(pages.rows_in("h200_lsp_bias.jsonl"))
+    shown = {key: row for key, row in biases.items() if key[2] in (4, 16)}
+    assert all(row["galore_total_bias_test"] < row["bias_test"] for row in shown.values())
+    largest = {(shape, r): row for (shape, _, r), row in sorted(shown.items())}
+    assert sum(row["galore_device_bias_test"] > row["bias_test"] for row in largest.values()) == 3 == len(largest) - 1
+    for (shape, dim, r), row in shown.items():
+        if r == 4:
+            fit, test = (row[key] - shown[shape, dim, 16][key] for key in ("bias_fit", "bias_test"))
+            assert fit > 0 and fit > test, (shape, dim)
 
 
 def creator(svg: str) -> str:

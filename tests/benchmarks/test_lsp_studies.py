@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from benchmarks import lsp_plots, lsp_studies
-from benchmarks.grids import LSP_CURVES
+from benchmarks.grids import lsp_glue
 from ds_zo.projectors import SparseProjector, fit, relative_bias
 from ds_zo.reference.galore import bytes_per_rank, galore_engine
 from ds_zo.tasks.encoding import Encoded, collate
@@ -31,7 +31,7 @@ def loaded() -> tuple[torch.nn.Module, list[Any], int]:
 def test_galore_trains_through_deepspeed(loaded: tuple[torch.nn.Module, list[Any], int]) -> None:
     model, examples, pad = copy.deepcopy(loaded[0]).requires_grad_(True), loaded[1], loaded[2]
     params = {"rank": 4, "lr": 5e-3, "refresh_interval": 3}
-    config = {**LSP_CURVES.methods["galore"].config, "train_micro_batch_size_per_gpu": 4}
+    config = {**lsp_glue(576).methods["galore"].config, "train_micro_batch_size_per_gpu": 4}
     engine = galore_engine(model, {**config, "optimizer": {"type": "GaLore", "params": params}})
     batch = collate(examples[:4], pad_token_id=pad)
     losses = []
@@ -122,8 +122,11 @@ def test_bias_study_resumes_and_is_drawn(tmp_path: Path, capsys: pytest.CaptureF
     trained = [{**row, "trained_steps": 9, "r": 256, "bias_test": 1.4} for row in rows]
     assert {r for _, _, r in lsp_plots.bias_by_setting(rows + trained)} == {256}  # the last row's study, not a mixture
     panels = lsp_plots.draw_bias(rows + trained).axes
-    assert [axes.get_ylabel() for axes in panels] == ["128 x 128\nrelative bias", "384 x 128\nrelative bias"]
+    assert [axes.get_title() for axes in panels] == ["weights 128 x 128, r = 256", "weights 384 x 128, r = 256"]
     assert all(axes.get_ylim()[1] > 1.4 for axes in panels)
+    assert len(lsp_plots.draw_bias(rows, nonzeros=[4]).axes) == 2, "of r = 2 and 4 the second alone"
+    with pytest.raises(SystemExit, match=r"run `python -m benchmarks.lsp_studies` with --nonzeros 8,16 first"):
+        lsp_plots.main(["bias", str(out), "--nonzeros", "8,16", "--out", str(tmp_path / "none.svg")])
 
 
 def test_training_leaves_the_study_batches_out(loaded: tuple[torch.nn.Module, list[Any], int]) -> None:
@@ -189,39 +192,7 @@ def test_a_random_model_reads_a_tokenizers_tokens() -> None:
     assert model.get_parameter("model.embed_tokens.weight").shape == (1024, 64)  # there is room for them
 
 
-def test_lora_of_the_curves_takes_the_memory_of_the_projectors() -> None:
-    shape, r = (1536, 576), LSP_CURVES.methods["lsp-256"].config["optimizer"]["params"]["nonzeros_per_row"]
-    projectors = sum(SparseProjector.draw(size, 256, r, seed=0, stream=0).num_bytes for size in shape)
-    (rank,) = LSP_CURVES.methods["lora"].lora_ranks
-    assert 16 * rank * sum(shape) == pytest.approx(projectors, rel=0.1)
-
-
-# Rows of others
-
-
-def _curve(method: str, *dev: float, seconds: float = 1.0) -> dict[str, Any]:
-    """`dev` are losses; what a run keeps of a language task is perplexity."""
-    curve = [
-        {"step": i, "train_s": i * seconds, "loss": None, "dev": {"perplexity": math.exp(x)}}
-        for i, x in enumerate(dev, start=1)
-    ]
-    row = {"status": "ok", "method": method, "task": "alpaca", "lr": 1e-4, "steps": len(dev), "metric": "perplexity"}
-    return {**row, "curve": curve, "train_s": len(dev) * seconds, "peak_device_gb": 1.0, "peak_host_gb": 1.0}
-
-
-def test_curves_are_judged_by_adamw_and_timed_by_zero_offload() -> None:
-    rows = [
-        _curve("adamw", 3.0, 2.0, 2.5),
-        _curve("zero-offload", 3.0, 2.0, 2.5, seconds=10.0),
-        _curve("lsp-256", 2.0, 2.03, 2.1),
-        _curve("lora", 3.0, 2.5, 2.4),
-        {"status": "failed", "method": "galore", "last_words": "no memory"},
-    ]
-    lines = {line.split(" | ")[0].strip("| "): line.split(" | ") for line in lsp_plots.curves_table(rows).splitlines()}
-    assert lines["lsp-256"][3:12] == ["2.1000", "2.0000 (1)", "1.0000", "1.0150", "yes", "3.0", "1.0", "1.0", "0.0"]
-    assert lines["lora"][3:11] == ["2.4000", "2.4000 (3)", "1.2000", "1.2500", "no", "3.0", "1.0", ""]
-    assert lines["zero-offload"][9:12] == ["10.0", "20.0", "10.0"]
-    assert "no memory" in lines["galore"][1]
+# Rows of `lsp_speed`
 
 
 def test_breakdown_adds_up_to_the_step(tmp_path: Path) -> None:
@@ -232,16 +203,22 @@ def test_breakdown_adds_up_to_the_step(tmp_path: Path) -> None:
         {**facts, "case": "breakdown/1.3b/4/zero2-offload", "step_s": 0.9, "exposed_cpu_s": 0.5, "rest_s": 0.4},
     ]
     parts = lsp_plots.breakdown_parts(rows)
-    for row in rows:
-        assert sum(parts[row["case"].rpartition("/")[2]].values()) == pytest.approx(row["step_s"])
-    assert parts["lsp-512"]["copy"] == 0.0
-    assert lsp_plots.negative_waits(rows) == ["lsp-512: copy -1.0 ms"]
-    assert parts["zero2-offload"] == pytest.approx({"forward": 0.06, "backward": 0.13, "copy": 0.21, "cpu": 0.5})
+    assert list(parts) == ["forward and backward only", "LSP, d = 512", "ZeRO-Offload"]
+    for row, found in zip(rows, parts.values(), strict=True):
+        assert sum(found.values()) == pytest.approx(row["step_s"])
+    assert parts["LSP, d = 512"]["copy"] == 0.0
+    assert lsp_plots.negative_waits(rows) == ["copies of LSP, d = 512 (-1.0 ms)"]
+    assert parts["ZeRO-Offload"] == pytest.approx({"forward": 0.06, "backward": 0.13, "copy": 0.21, "cpu": 0.5})
     with pytest.raises(lsp_plots.NoRowsError, match="--preset breakdown"):
         lsp_plots.breakdown_parts(rows[1:])
     with pytest.raises(lsp_plots.NoRowsError):
         lsp_plots.breakdown_parts([])
-    path, out = tmp_path / "rows.jsonl", tmp_path / "breakdown.png"
-    path.write_text("\n".join(map(json.dumps, rows)))
+    path, out = tmp_path / "rows.jsonl", tmp_path / "breakdown.svg"
+    later = [{**row, "run_id": "b"} for row in rows[:2]]
+    path.write_text("\n".join(map(json.dumps, rows + later)))
     lsp_plots.main(["breakdown", str(path), "--out", str(out)])
-    assert out.stat().st_size > 1000
+    assert "LSP, d = 512" in out.read_text() and "ZeRO-Offload" not in out.read_text(), "the last run has none"
+    lsp_plots.main(["breakdown", str(path), "--run-id", "a", "--out", str(out)])
+    assert "ZeRO-Offload" in out.read_text()
+    with pytest.raises(SystemExit, match="--preset breakdown"):
+        lsp_plots.main(["breakdown", str(path), "--run-id", "c", "--out", str(out)])

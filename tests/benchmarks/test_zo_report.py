@@ -160,12 +160,21 @@ def test_plots_take_whole_models_of_one_run(tmp_path: Path) -> None:
         row("6.7b.resident", resident=True, num_blocks=32, resident_blocks=32),
         row("crash", status="crash", tokens_per_s=None),
     ]
-    lines = zo_plots.group_by_size(rows)["r1", "bf16"]
+    rows.append(row("t1.6.7b.fp16.zo", dtype="fp16", tokens_per_s=13_000.0))
+    lines = zo_plots.group_by_size(rows)["r1"]
     assert [r["case"] for r in lines["mezo"]] == ["1.3b.mezo", "6.7b.mezo"]
     assert [r["case"] for r in lines["streamed"]] == ["again"], "the faster of two that are alike"
     assert set(lines) == {"mezo", "streamed", "resident"}
-    png, svg = zo_plots.plot_sizes(rows, tmp_path)
-    assert png.read_bytes().startswith(PNG) and "MeZO, in memory" in svg.read_text()
+    file, out = tmp_path / "rows.jsonl", tmp_path / "sizes.svg"
+    later = [{**found, "run_id": "r2"} for found in rows[:2]]
+    file.write_text("\n".join(json.dumps(found) for found in [MACHINE, *rows, *later]))
+    streamed = "ZO, all blocks streamed, bf16"
+    main(["plot", str(file), "--out", str(out)])
+    assert "MeZO, whole model on the GPU" in out.read_text() and streamed not in out.read_text(), "the newest run"
+    main(["plot", str(file), "--run-id", "r1", "--out", str(out)])
+    assert streamed in out.read_text()
+    with pytest.raises(SystemExit, match=r"no run has whole models of two sizes .*\(--run-id\)"):
+        main(["plot", str(file), "--run-id", "r3", "--out", str(out)])
 
 
 def test_a_recording_among_rows_is_drawn(tmp_path: Path) -> None:
@@ -176,6 +185,10 @@ def test_a_recording_among_rows_is_drawn(tmp_path: Path) -> None:
     rows.write_text("\n".join(json.dumps(line) for line in (MACHINE, recording | {"case": "timeline", "run_id": "r1"})))
     main(["timeline", "--draw", str(rows), "--out", str(tmp_path / "step.png")])
     assert (tmp_path / "step.png").read_bytes().startswith(PNG)
+    main(["timeline", "--draw", str(rows), "--run-id", "r1", "--out", str(tmp_path / "step.svg")])
+    assert "75% of the step" in (tmp_path / "step.svg").read_text()
+    with pytest.raises(SystemExit, match="of run r2 is a recorded step: `zo_speed preset all --only timeline`"):
+        main(["timeline", "--draw", str(rows), "--run-id", "r2", "--out", str(tmp_path / "step.svg")])
 
 
 def test_a_trace_becomes_the_spans_of_one_step() -> None:
