@@ -372,6 +372,7 @@ def _mean_and_range(values: Sequence[float], is_perplexity: bool) -> str:
 # LSP
 
 _OFFLOADS = ("zero2-offload", "zero2-offload-bf16")
+_LSP_NAMES = dict(zip(("lsp-512", *_OFFLOADS), ("LSP", "ZeRO-Offload", "ZeRO-Offload, bf16 states"), strict=True))
 _FIGURE_5_COMMAND = suite("lsp_speed", "run --preset figure5")
 _OWN_COMMAND = suite("lsp_speed", "run --preset issue", only="^issue/(1.3b|3b)/4")
 
@@ -436,7 +437,7 @@ def lsp_6() -> str:
         spread = row.get("exposed_spread_s")
         body.append(
             [
-                f"{row['shape']}, {row['batch']} x {row['length']:,}, {row['case'].rpartition('/')[2]}",
+                f"{row['shape']}, {row['batch']} x {row['length']:,}, {_LSP_NAMES[row['case'].rpartition('/')[2]]}",
                 "own" if link == "own" else f"{link} GB/s",
                 *("" if s is None else f"{1e3 * s:,.0f}" for s in parts),
                 NOT_MEASURED if spread is None else f"{1e3 * spread:.0f}",

@@ -88,8 +88,8 @@ def test_figures_5_and_6_are_of_one_link(results: Path) -> None:
     assert f"/ gpt2-774m, 4 x 512 | 2.03 | {own}{gap}{gap}{gap} {slow}{gap}" in paper_pages.lsp_5()
     made = paper_pages.lsp_6()
     assert "own" not in made
-    assert "| gpt2-774m, 4 x 512, lsp-512 | 10 GB/s | 200 | 0 | 100 | 300 | 10 | 1 |" in made
-    assert "| gpt2-774m, 4 x 512, zero2-offload | 10 GB/s | 200 |  | 100 | 300 | 10 | 1 |" in made
+    assert "| gpt2-774m, 4 x 512, LSP | 10 GB/s | 200 | 0 | 100 | 300 | 10 | 1 |" in made
+    assert "| gpt2-774m, 4 x 512, ZeRO-Offload | 10 GB/s | 200 |  | 100 | 300 | 10 | 1 |" in made
 
 
 def test_lomo_beside_lora_says_where_seeds_overlap() -> None:
