@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,13 +127,26 @@ def test_zo_and_adamw_load_the_adapters_of_each_other(tmp_path: Path, monkeypatc
         assert "has no frozen weights, and whether the model's own" in warned.pop()
 
 
-@pytest.mark.parametrize("offload", [True, False])
-def test_a_base_that_was_written_after_a_save_has_another_hash(offload: bool, tmp_path: Path) -> None:
+def _load(module: Any, name: str) -> None:
+    values = weights(module)
+    module.load_state_dict({**values, name: torch.ones_like(values[name])})
+
+
+WRITES: dict[str, Callable[[Any, str], object]] = {
+    "load_state_dict": _load,
+    "in place": lambda module, name: module.get_parameter(name).data.mul_(2),
+    "another tensor": lambda module, name: setattr(module.get_parameter(name), "data", torch.ones(16, 16)),
+    "peft": lambda module, name: module.merge_adapter(),
+}
+
+
+@pytest.mark.parametrize(("offload", "write"), [(True, "load_state_dict"), *((False, write) for write in WRITES)])
+def test_a_base_that_was_written_after_a_save_has_another_hash(offload: bool, write: str, tmp_path: Path) -> None:
     engine = start(adapted(), adapter_json(offload=offload))
+    train(engine, batches(1))
     engine.save_checkpoint(str(tmp_path), tag="before")
-    values = weights(engine.module)
-    name = next(name for name in values if "k_proj" in name)
-    engine.module.load_state_dict({**values, name: torch.ones_like(values[name])})
+    name = next(name for name in weights(engine.module) if "k_proj" in name)
+    WRITES[write](engine.module, name)
     engine.save_checkpoint(str(tmp_path), tag="after")
     fresh = start(adapted(), adapter_json(offload=offload))
     fresh.load_checkpoint(str(tmp_path), tag="before")
