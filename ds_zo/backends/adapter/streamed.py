@@ -136,8 +136,13 @@ class FrozenModuleState(RecomputedModuleState):
         self.master_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: None
         """Returns the float32 master of a trained parameter. None: it has none."""
         self.num_writes = 0
-        """Number of weights that were written by name so far."""
+        """Number of times that weights were written by name, or handed out where a user may write to them."""
         super().__init__(block_store, module)
+
+    def refresh(self, parameter: nn.Parameter) -> None:
+        super().refresh(parameter)
+        unit, _ = self._placement_of[id(parameter)]
+        self.num_writes += not self._is_read_whole(unit)  # p.data is a view of the stored bytes, no copy
 
     def _is_read_whole(self, unit: Unit) -> bool:
         return not unit.viewable

@@ -135,12 +135,13 @@ def _load(module: Any, name: str) -> None:
 WRITES: dict[str, Callable[[Any, str], object]] = {
     "load_state_dict": _load,
     "in place": lambda module, name: module.get_parameter(name).data.mul_(2),
-    "another tensor": lambda module, name: setattr(module.get_parameter(name), "data", torch.ones(16, 16)),
+    "another tensor": lambda module, name: setattr(module.get_parameter(name), "data", torch.ones(8, 16)),
     "peft": lambda module, name: module.merge_adapter(),
 }
 
 
-@pytest.mark.parametrize(("offload", "write"), [(True, "load_state_dict"), *((False, write) for write in WRITES)])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("offload", [True, False])
 def test_a_base_that_was_written_after_a_save_has_another_hash(offload: bool, write: str, tmp_path: Path) -> None:
     engine = start(adapted(), adapter_json(offload=offload))
     train(engine, batches(1))
