@@ -114,7 +114,7 @@ class PluginEngine(CheckpointingEngine):
         self._window_loss: torch.Tensor | None = None
         """Sum of this accumulation window's scaled losses; None before its first backward, and without a monitor."""
         self._window_has_sums = False
-        """Whether this accumulation window has had a backward pass and no step yet."""
+        """Whether the backend has accumulated sums since the last step."""
         self._window_began: float | None = None
         """`time.perf_counter()` at the first forward of this accumulation window; None before it, and without a
         monitor."""
@@ -297,7 +297,7 @@ class PluginEngine(CheckpointingEngine):
         except BaseException:
             interrupts.release()
             raise
-        self._window_has_sums = True
+        self._window_has_sums = self.backend.accumulates
         return scaled
 
     @contextmanager
@@ -324,7 +324,7 @@ class PluginEngine(CheckpointingEngine):
     def zero_grad(self) -> None:
         """Drops the backend's sums of this accumulation window. `zero_grad` of the optimizer and of the module call
         it too."""
-        if self._window_has_sums and self.gradient_accumulation_steps() > 1 and self.backend.accumulates:
+        if self._window_has_sums and self.gradient_accumulation_steps() > 1:
             logger.warning_once(
                 "ds_zo: zero_grad() inside an accumulation window drops the micro-batches before it: remove the call, "
                 "because engine.step() zeroes by itself at the end of the window"
