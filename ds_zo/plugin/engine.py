@@ -285,10 +285,7 @@ class PluginEngine(CheckpointingEngine):
                 f"{getattr(loss, 'requires_grad', None)}: reduce it to one number, call the engine in train mode and "
                 "outside no_grad, and compute the loss from the one that the model returns, if it returns one"
             )
-        self._unmanaged_backward_count += not versions.manages_accumulation(self)
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        if self.monitor.enabled:
-            self._window_loss = scaled.detach().float() + (0.0 if self._window_loss is None else self._window_loss)
         self.backend.is_last_micro_batch = self.is_gradient_accumulation_boundary()
         interrupts.hold()  # `step` releases it: see [Note: whole steps]
         try:
@@ -297,6 +294,9 @@ class PluginEngine(CheckpointingEngine):
         except BaseException:
             interrupts.release()
             raise
+        self._unmanaged_backward_count += not versions.manages_accumulation(self)
+        if self.monitor.enabled:
+            self._window_loss = scaled.detach().float() + (0.0 if self._window_loss is None else self._window_loss)
         self._window_has_sums = self.backend.accumulates
         return scaled
 
@@ -330,6 +330,8 @@ class PluginEngine(CheckpointingEngine):
                 "because engine.step() zeroes by itself at the end of the window"
             )
         self._window_has_sums = False
+        if self.backend.accumulates:
+            self._window_loss = None
         self.backend.zero_grad()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -369,12 +371,20 @@ class PluginEngine(CheckpointingEngine):
         learning rate."""
         loss, self._window_loss = self._window_loss, None
         began, self._window_began = self._window_began, None
-        if loss is None:
+        if not self.monitor.enabled:
             return
+        # A rank without a loss takes part too: its backward may have raised, and the other ranks would wait for it.
+        total = torch.zeros(2, device=self.device)
+        """The sum of the ranks' losses, and the number of ranks that have one."""
+        if loss is not None:
+            total[0], total[1] = loss, 1.0
         if self.dp_world_size > 1:
-            dist.all_reduce(loss, group=self.data_parallel_group)
+            dist.all_reduce(total, group=self.data_parallel_group)
         if self.global_rank == 0:
-            values = {"train_loss": loss.item() / self.dp_world_size}  # waits for the step, before the clock is read
+            sum_of_losses, num_losses = total.tolist()  # waits for the step, before the clock is read
+            if not num_losses:
+                return
+            values = {"train_loss": sum_of_losses / num_losses}
             if began is not None:
                 values["samples_per_s"] = num_samples / (time.perf_counter() - began)
             values["peak_device_gb"] = get_accelerator().max_memory_allocated() / 1e9
