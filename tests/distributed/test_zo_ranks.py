@@ -6,6 +6,7 @@ weight moves by lr * g * z with |z| < 5, and later steps start from weights that
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from zo_rank_cases import (
     alone,
     death,
     directions,
+    failed_backward,
     machines,
     refusal,
     run_job,
@@ -174,3 +176,11 @@ def loaded(rank: int, folder: Path) -> dict[str, Any]:
     made = engine(json_for())
     made.load_checkpoint(str(folder))
     return {"steps": made.global_steps}
+
+
+def test_a_rank_whose_backward_raised_makes_the_step_with_the_others(tmp_path: Path) -> None:
+    first, last = job(failed_backward, 2, tmp_path)
+    assert first["digest"] == last["digest"]
+    rows = list(csv.reader(next(tmp_path.rglob("*train_loss.csv")).open()))[1:]
+    means = [(a + b) / 2 for a, b in zip(first["losses"], last["losses"], strict=True)]
+    assert [float(value) for _, value in rows] == pytest.approx([means[0], first["losses"][1], means[2]])

@@ -371,6 +371,61 @@ def resume(rank: int, folders: list[Path], settings: dict[str, dict[str, Any]]) 
     return found
 
 
+def save_in_window(rank: int, folder: Path) -> bool:
+    """Saves after one step and two of its three micro-batches."""
+    from zo_runs import one_step
+
+    made = engine(json_for(gradient_accumulation_steps=3))
+    for batch in global_batches(5):
+        one_step(made, mine(batch, index=rank, of=dist.get_world_size()))
+    return bool(made.save_checkpoint(str(folder)))
+
+
+def resume_in_window(rank: int, folder: Path) -> dict[str, Any]:
+    """The global step after each of seven micro-batches, and the projected gradients right after loading."""
+    from zo_runs import one_step
+
+    made = engine(json_for(gradient_accumulation_steps=3))
+    one_step(made, mine(global_batches(1)[0], index=rank, of=dist.get_world_size()))  # this run's own sums end too
+    made.load_checkpoint(str(folder))
+    found: dict[str, list[Any]] = {"projected": made.backend._projected.tolist(), "steps": []}
+    for batch in global_batches(7):
+        one_step(made, mine(batch, index=rank, of=dist.get_world_size()))
+        found["steps"].append(made.global_steps)
+    return found
+
+
+class Failing(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError("no memory")
+
+
+def failed_backward(rank: int, folder: Path) -> dict[str, Any]:
+    """In the second step the last rank drops its batch, because its backward raises, and makes the step."""
+    monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    made = engine(json_for(csv_monitor=monitor))
+    losses, num_ranks = [], dist.get_world_size()
+    for step, batch in enumerate(global_batches(3)):
+        loss = made(**mine(batch, index=rank, of=num_ranks))
+        losses.append(loss.item())
+        if step == 1 and rank == num_ranks - 1:
+            try:
+                made.backward(Failing.apply(loss))
+            except RuntimeError:
+                made.zero_grad()
+        else:
+            made.backward(loss)
+        made.step()
+    return {"losses": losses, "digest": digest(made)}
+
+
 def bits(engine: Any) -> dict[str, Any]:
     """Everything a run consists of."""
     from checkpoint_runs import planes
