@@ -488,6 +488,13 @@ VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"backend": "zo"},
     ),
     ("ZO", {"zero_optimization": {}, **stream("device_slots", 3)}, {"ignored": ("ds_zo.stream.device_slots",)}),
+    ("ZO", {"ds_zo": {"checkpoint": {"trajectory_dir": "logs"}}}, {"ignored": ("ds_zo.checkpoint.trajectory_dir",)}),
+    ("ZO", {"ds_zo": {"checkpoint": {"trajectory": True, "trajectory_dir": "logs"}}}, {"ignored": ()}),
+    ("ZO", {"ds_zo": {"cuda_graphs": True, "rounding": "stochastic"}}, {"ignored": ()}),
+    ("LOMO", {"ds_zo": {"cuda_graphs": True, "rounding": "stochastic"}}, {"ignored": ("ds_zo.cuda_graphs",)}),
+    ("LSP", {"ds_zo": {"cuda_graphs": False}}, {"ignored": ()}),
+    ("AdamW", {"ds_zo": {"backend": "adapter", "rounding": "stochastic"}}, {"ignored": ("ds_zo.rounding",)}),
+    ("AdamW", {"ds_zo": {"backend": "adapter", "rounding": "nearest"}}, {"ignored": ()}),
     (
         "LOMO",
         {"gradient_accumulation_steps": 4, **param("accumulation", "sequential")},
