@@ -21,6 +21,7 @@ from zo_rank_cases import (
     failed_backward,
     machines,
     refusal,
+    resumed_random_states,
     run_job,
     storages,
     uneven,
@@ -184,3 +185,9 @@ def test_a_rank_whose_backward_raised_makes_the_step_with_the_others(tmp_path: P
     rows = list(csv.reader(next(tmp_path.rglob("*train_loss.csv")).open()))[1:]
     means = [(a + b) / 2 for a, b in zip(first["losses"], last["losses"], strict=True)]
     assert [float(value) for _, value in rows] == pytest.approx([means[0], first["losses"][1], means[2]])
+
+
+def test_each_rank_of_a_resumed_training_has_its_own_random_states(tmp_path: Path) -> None:
+    found = job(resumed_random_states, 2, tmp_path)
+    assert not torch.equal(found[0]["before"], found[1]["before"])
+    assert all(torch.equal(mine["before"], mine["after"]) for mine in found)

@@ -522,3 +522,21 @@ def death(rank: int, folder: Path, way: str) -> Any:
     except RuntimeError as error:
         return str(error), time.monotonic() - began  # a str alone would be a failure
     return "went on", time.monotonic() - began
+
+
+def resumed_random_states(rank: int, folder: Path) -> dict[str, Any]:
+    """Random states of this rank when `ds-zo train` saves, and after it resumes."""
+    import argparse
+
+    from ds_zo.training.progress import Progress, RunCheckpoints
+
+    kept = {"task": "t", "seed": 0, "data_seed": 0, "num_train": None, "group_by_length": False}
+    args = argparse.Namespace(output_dir=folder, **kept)
+    made = engine(json_for())
+    torch.manual_seed(10 + rank)  # dropout of other lengths leaves another state on each rank
+    before = torch.get_rng_state()
+    checkpoints = RunCheckpoints(made, args, writes=rank == 0)
+    checkpoints.save(Progress(step=0))
+    torch.manual_seed(99)
+    checkpoints.resume(checkpoints.folder)
+    return {"before": before, "after": torch.get_rng_state()}
