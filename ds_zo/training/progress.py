@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_zo.checkpoint.files import replace_text
 from ds_zo.records.run_summary import Best, Point
+from ds_zo.training.engine import samples_per_step
 from ds_zo.training.errors import UserError
 
 PROGRESS = "progress.json"
@@ -81,7 +82,7 @@ class RunCheckpoints:
         # A trajectory may have brought the engine further than the checkpoint.
         further = self._engine.global_steps - state.get("global_steps", self._engine.global_steps)
         step = state["step"] + further
-        num_seen = state["num_seen"] + further * int(self._engine.train_batch_size())
+        num_seen = state["num_seen"] + further * samples_per_step(self._engine)
         if not further:
             states = state.get("random", [])
             if states and isinstance(states[0], str):  # an older run saved those of its first rank alone

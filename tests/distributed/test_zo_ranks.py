@@ -24,6 +24,7 @@ from zo_rank_cases import (
     resumed_random_states,
     run_job,
     storages,
+    trained_positions,
     uneven,
     wire,
 )
@@ -191,3 +192,15 @@ def test_each_rank_of_a_resumed_training_has_its_own_random_states(tmp_path: Pat
     found = job(resumed_random_states, 2, tmp_path)
     assert not torch.equal(found[0]["before"], found[1]["before"])
     assert all(torch.equal(mine["before"], mine["after"]) for mine in found)
+
+
+@pytest.mark.parametrize("direction_parallel", [1, 2])
+def test_training_skips_no_example_where_ranks_share_batches(direction_parallel: int, tmp_path: Path) -> None:
+    first, last = job(trained_positions, 2, tmp_path, direction_parallel)
+    num_batches = 2 // direction_parallel
+    used = sorted({*first["given"], *last["given"]})
+    assert used == list(range(0, 8 * num_batches, 2)), "micro-batches of two examples follow one another"
+    assert (first["given"] == last["given"]) is (direction_parallel == 2)
+    for found in (first, last):
+        assert found["num_seen"] == 8 * num_batches
+        assert found["num_steps"] == round(found["num_examples"] / (4 * num_batches))

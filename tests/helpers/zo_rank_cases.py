@@ -540,3 +540,24 @@ def resumed_random_states(rank: int, folder: Path) -> dict[str, Any]:
     torch.manual_seed(99)
     checkpoints.resume(checkpoints.folder)
     return {"before": before, "after": torch.get_rng_state()}
+
+
+def trained_positions(rank: int, folder: Path, direction_parallel: int) -> dict[str, Any]:
+    """Positions of the examples that `ds-zo train` gives this rank in two steps, and its counts after them."""
+    import json
+
+    from ds_zo.training.arguments import parse_args
+    from ds_zo.training.loop import TrainingLoop
+
+    params = {"lr": 1e-6, "num_directions": 2, "direction_parallel": direction_parallel}
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    config |= {"optimizer": {"type": "ZO", "params": params}}
+    path = folder / f"{rank}.json"
+    path.write_text(json.dumps(config))
+    loop = TrainingLoop(parse_args(["--deepspeed", str(path), "--output-dir", str(folder), "--epochs", "1"]), config)
+    given, at = [], loop.batches.at
+    loop.batches.at = lambda position: given.append(position) or at(position)  # type: ignore[method-assign,func-returns-value]
+    for _ in range(2):
+        loop._step()
+    counts = {"num_seen": loop.progress.num_seen, "num_steps": loop.num_steps(), "num_examples": len(loop.batches)}
+    return {"given": given, **counts}
