@@ -129,6 +129,7 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("LSP", param("bias_threshold", 1.5), ["<= 1"], "optimizer.params.bias_threshold"),
     ("AdaLOMO", param("decay_rate", 0.8), ["<= 0"], "optimizer.params.decay_rate"),
     ("AdaLOMO", param("adalomo_eps", [1e-30, -1]), [">= 0"], "optimizer.params.adalomo_eps.1"),
+    ("AdaLOMO", param("adalomo_eps", [0.0, 1e-3]), [">= 1e-30"], "optimizer.params.adalomo_eps.0"),
     ("LOMO", param("clip_grad_value", -1.0), ["> 0"], "optimizer.params.clip_grad_value"),
     # words outside a closed set
     ("ZO", param("distribution", "gaussian"), ["normal, rademacher"], "optimizer.params.distribution"),
