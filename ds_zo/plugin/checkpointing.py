@@ -310,14 +310,14 @@ class CheckpointingEngine(DeepSpeedEngine):
         """Continues the accumulation window of a checkpoint, or begins a new one if its sums are not loaded."""
         window, accumulation = self._own_window(state) if resume else None, self.gradient_accumulation_steps()
         self.micro_steps = state["micro_steps"]
-        self._window_has_sums = window is not None and state.get("in_window", False)
         if window is not None:
+            self._window_has_sums = state.get("in_window", False)
             self._unmanaged_backward_count = window["unmanaged_backward_count"]
             self._window_loss = None if window["window_loss"] is None else window["window_loss"].to(self.device)
             self.backend.load_rank_state(window["backend"])
             return
         self.micro_steps -= self.micro_steps % accumulation
-        self._unmanaged_backward_count, self._window_loss = 0, None
+        self._forget_window()
         self.zero_grad()
         if state.get("in_window", False):
             warn(
@@ -325,6 +325,10 @@ class CheckpointingEngine(DeepSpeedEngine):
                 "goes on with the first micro-batch of a new step; to continue the saved one, load optimizer states "
                 "with as many ranks and gradient_accumulation_steps as the saved run"
             )
+
+    def _forget_window(self) -> None:
+        """Forgets the counts and losses of the accumulation window, whose sums the backend does not have."""
+        self._unmanaged_backward_count, self._window_loss, self._window_has_sums = 0, None, False
 
     def _load_random_states(self, ranks: list[dict[str, Any]]) -> None:
         if dist.get_rank() < len(ranks):
@@ -360,6 +364,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             return
         num_steps = rows.shape[0]
         self.backend.replay_steps(rows)
+        self._forget_window()  # the first replayed step has completed it
         for _ in range(num_steps):
             if self.lr_scheduler is not None:
                 self.optimizer._opt_called = True
