@@ -76,7 +76,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                 self._save(Path(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters, ranks)
 
         self._on_all_ranks(self._finish_last_save)
-        with self.backend.readable_on_rank_0():
+        with self.backend.readable_by_writers():
             self._on_all_ranks(save)
         return True
 
@@ -197,7 +197,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                 aliases = self.backend.aliases()
                 write_model_file(Path(save_dir) / save_filename, self.backend.weights(omitted=omitted), aliases=aliases)
 
-        with self.backend.readable_on_rank_0():
+        with self.backend.readable_by_writers():
             self._on_all_ranks(save)
         return True
 
@@ -399,7 +399,7 @@ class CheckpointingEngine(DeepSpeedEngine):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole weights on the host, for rank 0; None on other ranks. Accelerate and Trainer call it whenever the
         JSON says stage 3."""
-        with self.backend.readable_on_rank_0():
+        with self.backend.readable_by_writers():
             if dist.get_rank() != 0:
                 return None
             state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)

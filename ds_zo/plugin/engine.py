@@ -135,6 +135,7 @@ class PluginEngine(CheckpointingEngine):
             device=self.device,
             process_group=self.data_parallel_group,
         )
+        self.backend.is_writer, self.backend.has_several_writers = self._writes, self.use_node_local_storage()
         replaced = replace_zero_grad(self.optimizer, self.module, drop_sums=weakly(self.zero_grad))
         for stand_in in (*replaced, *refuse_resizing(self.module)):
             self._undo.callback(stand_in.remove)
