@@ -40,7 +40,7 @@ def saved_after(num: int, kind: str, accumulation: int, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + num_cases(40)))
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + num_cases(20)))
 @pytest.mark.parametrize("kind", JSONS)
 def test_a_window_that_is_not_continued_begins_anew(kind: str, seed: int, tmp_path: Path) -> None:
     """Each later step has all its micro-batches, and the sums of the saved window are not in it."""
