@@ -345,8 +345,9 @@ class PluginEngine(CheckpointingEngine):
             self._raise_background_error()
 
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+        loss = self._window_loss  # taken first, because a backend's step may call `zero_grad` of the module
         outcome = self.backend.step()
-        self._window_has_sums = False
+        self._window_has_sums, self._window_loss = False, None
         self._global_grad_norm = outcome.grad_norm
         self._outcome = outcome
         if isinstance(outcome.applied, bool):
@@ -365,12 +366,11 @@ class PluginEngine(CheckpointingEngine):
             self._unmanaged_backward_count = 0
         if self.steps_per_print() and self.global_steps % self.steps_per_print() == 0:
             self._report_progress(self.global_steps)
-        self._write_events(self.global_samples - num_samples_before)
+        self._write_events(loss, self.global_samples - num_samples_before)
 
-    def _write_events(self, num_samples: int) -> None:
-        """Writes the window's mean loss, its speed and memory peaks to the monitors. DeepSpeed's own `step` writes the
-        learning rate."""
-        loss, self._window_loss = self._window_loss, None
+    def _write_events(self, loss: torch.Tensor | None, num_samples: int) -> None:
+        """Writes the window's mean loss, its speed and memory peaks to the monitors. `loss`: None if this rank has
+        none. DeepSpeed's own `step` writes the learning rate."""
         began, self._window_began = self._window_began, None
         if not self.monitor.enabled:
             return
