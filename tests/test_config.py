@@ -129,6 +129,7 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("LSP", param("bias_threshold", 1.5), ["<= 1"], "optimizer.params.bias_threshold"),
     ("AdaLOMO", param("decay_rate", 0.8), ["<= 0"], "optimizer.params.decay_rate"),
     ("AdaLOMO", param("adalomo_eps", [1e-30, -1]), [">= 0"], "optimizer.params.adalomo_eps.1"),
+    ("AdaLOMO", param("adalomo_eps", [0.0, 1e-3]), [">= 1e-30"], "optimizer.params.adalomo_eps.0"),
     ("LOMO", param("clip_grad_value", -1.0), ["> 0"], "optimizer.params.clip_grad_value"),
     # words outside a closed set
     ("ZO", param("distribution", "gaussian"), ["normal, rademacher"], "optimizer.params.distribution"),
@@ -488,6 +489,13 @@ VALID: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
         {"backend": "zo"},
     ),
     ("ZO", {"zero_optimization": {}, **stream("device_slots", 3)}, {"ignored": ("ds_zo.stream.device_slots",)}),
+    ("ZO", {"ds_zo": {"checkpoint": {"trajectory_dir": "logs"}}}, {"ignored": ("ds_zo.checkpoint.trajectory_dir",)}),
+    ("ZO", {"ds_zo": {"checkpoint": {"trajectory": True, "trajectory_dir": "logs"}}}, {"ignored": ()}),
+    ("ZO", {"ds_zo": {"cuda_graphs": True, "rounding": "stochastic"}}, {"ignored": ()}),
+    ("LOMO", {"ds_zo": {"cuda_graphs": True, "rounding": "stochastic"}}, {"ignored": ("ds_zo.cuda_graphs",)}),
+    ("LSP", {"ds_zo": {"cuda_graphs": False}}, {"ignored": ()}),
+    ("AdamW", {"ds_zo": {"backend": "adapter", "rounding": "stochastic"}}, {"ignored": ("ds_zo.rounding",)}),
+    ("AdamW", {"ds_zo": {"backend": "adapter", "rounding": "nearest"}}, {"ignored": ()}),
     (
         "LOMO",
         {"gradient_accumulation_steps": 4, **param("accumulation", "sequential")},

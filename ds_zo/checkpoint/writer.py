@@ -63,7 +63,7 @@ class SaveRequest:
     ds_zo_version: str
     snapshot: Snapshot
     state: Any
-    """The engine's part of the state, plain data and tensors, or a callable that the writer calls to get it."""
+    """The engine's part of the state: plain data and tensors."""
     extra_files: Mapping[str, bytes] = field(default_factory=dict)
     latest: bool = True
     """Whether the file `latest` is to name this checkpoint."""
@@ -142,9 +142,8 @@ def _write_files(save: SaveRequest, folder: Path) -> Manifest:
 
         written = dict(in_threads(write, order, threads=save.threads, name="ds_zo-write"))
     tensors: dict[str, torch.Tensor] = {}
-    engine = save.state() if callable(save.state) else save.state
     state = {
-        "engine": encode(engine, tensors, at="engine"),
+        "engine": encode(save.state, tensors, at="engine"),
         "backend": encode(save.snapshot.state(), tensors, at="backend"),
     }
     on_host = {name: tensor.cpu() for name, tensor in tensors.items()}

@@ -326,6 +326,10 @@ def _convert_section(draft: Draft, *, device_memory_gb: float | None) -> None:
     unread += [] if entry.replays_updates else ["checkpoint.trajectory", "checkpoint.trajectory_dir"]
     for key in (*unread, *([] if entry.zeroth_order else ["cuda_graphs"])):
         draft.remove(f"{at}.{key}", _READERS.get(key, "only ZO reads it"))
+    if draft.get(f"{at}.checkpoint.trajectory") is not True:
+        draft.remove(f"{at}.checkpoint.trajectory_dir", "no trajectory is recorded")
+    if entry.stock_types:
+        draft.remove(f"{at}.rounding", "16-bit weights of {type} are rounded from float32 masters")
     if not entry.compiles_blocks:
         draft.remove(f"{at}.compile_blocks", "{type} does not compile blocks")
     stage = draft.get("zero_optimization.stage")

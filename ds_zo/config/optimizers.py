@@ -222,11 +222,12 @@ class AdaLOMOParams(LOMOParams):
     decay_rate: float = Field(-0.8, ge=-1, le=0)
     """At step t the moving average of squared gradients keeps the fraction 1 - t ** decay_rate of its last value."""
 
-    adalomo_eps: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]] = Field(
+    adalomo_eps: tuple[Annotated[float, Field(ge=1e-30)], Annotated[float, Field(ge=0)]] = Field(
         (1e-30, 1e-3), strict=False
     )
-    """The first number is added to squared gradients. An update is scaled by the root mean square of its weights, or
-    by the second number if that is larger. (`eps` is AdamW's and ignored.)"""
+    """The first number is added to squared gradients. It is at least 1e-30, because a row without a gradient is divided
+    by its root. An update is scaled by the root mean square of its weights, or by the second number if that is larger.
+    (`eps` is AdamW's and ignored.)"""
 
     clip_threshold: float = Field(1.0, gt=0)
     """Largest root mean square of a normalised update."""

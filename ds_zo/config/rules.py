@@ -73,7 +73,8 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
 
 
 def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
-    """Dotted names of keys that are accepted and have no effect: stock keys, and ours for streaming where it is off."""
+    """Dotted names of keys that are accepted and have no effect: stock keys, ours for streaming where it is off, and
+    ours that the backend does not read."""
     ignored = []
     if not config.entry.offloads_optimizer and _device(ds_config, "offload_optimizer") != "none":
         ignored.append("zero_optimization.offload_optimizer")
@@ -82,6 +83,14 @@ def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
     if not config.stream and not config.shards_device:
         streaming_only = ("device_slots", "overlap", "reuse_buffers")
         ignored += [f"ds_zo.stream.{key}" for key in streaming_only if key in config.section.stream.model_fields_set]
+    section, checkpoint = config.section, config.section.checkpoint
+    if section.cuda_graphs and "cuda_graphs" in section.model_fields_set and not config.entry.zeroth_order:
+        ignored.append("ds_zo.cuda_graphs")
+    rounds_stochastically = section.rounding == "stochastic" and "rounding" in section.model_fields_set
+    if rounds_stochastically and config.entry.stock_types:  # 16-bit weights are rounded from float32 masters
+        ignored.append("ds_zo.rounding")
+    if checkpoint.trajectory_dir is not None and not checkpoint.trajectory:
+        ignored.append("ds_zo.checkpoint.trajectory_dir")
     return ignored
 
 

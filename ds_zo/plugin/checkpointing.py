@@ -46,6 +46,7 @@ class CheckpointingEngine(DeepSpeedEngine):
     resolved: Resolved
     backend: WeightAccess
     _background: BackgroundWriter
+    _window_has_sums: bool
 
     # Saving
 
@@ -75,7 +76,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                 self._save(Path(save_dir), tag, dict(client_state or {}), save_latest, exclude_frozen_parameters, ranks)
 
         self._on_all_ranks(self._finish_last_save)
-        with self.backend.readable_on_rank_0():
+        with self.backend.readable_by_writers():
             self._on_all_ranks(save)
         return True
 
@@ -122,6 +123,8 @@ class CheckpointingEngine(DeepSpeedEngine):
         state = {
             "common": self._common_state(),
             "micro_steps": self.micro_steps,
+            "accumulation": self.gradient_accumulation_steps(),
+            "in_window": self._window_has_sums,
             "client": client,
             "ranks": ranks,
             "trajectory": log_id,
@@ -194,7 +197,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                 aliases = self.backend.aliases()
                 write_model_file(Path(save_dir) / save_filename, self.backend.weights(omitted=omitted), aliases=aliases)
 
-        with self.backend.readable_on_rank_0():
+        with self.backend.readable_by_writers():
             self._on_all_ranks(save)
         return True
 
@@ -252,7 +255,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             )
         with reading_content(saved.folder, "its state"):
             _check_engine_state(saved.engine_state)
-            if resume and (mine := self._own_rank_state(saved.engine_state["ranks"])) is not None:
+            if resume and (mine := self._own_window(saved.engine_state)) is not None:
                 self.backend.check_rank_state(mine["backend"])
         groups = saved.engine_state["common"]["optimizer"]["param_groups"]
         if resume:
@@ -273,10 +276,11 @@ class CheckpointingEngine(DeepSpeedEngine):
         client = {**saved.engine_state["common"], **saved.engine_state["client"]}
         if not load_module_only:
             self._load_counters(saved, load_lr_scheduler_states)
+            self._load_window(saved.engine_state, resume=resume)
         if resume:
             for group, values in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update({name: value for name, value in values.items() if name != "params"})
-            self._load_rank_state(saved.engine_state["ranks"])
+            self._load_random_states(saved.engine_state["ranks"])
             self._continue_trajectory(saved, folder, logs, newest=tag is None)
         return str(saved.folder), client
 
@@ -291,28 +295,48 @@ class CheckpointingEngine(DeepSpeedEngine):
         self.global_steps = common["global_steps"]
         self.global_samples = common["global_samples"]
         self.skipped_steps = common["skipped_steps"]
-        self.micro_steps = saved.engine_state["micro_steps"]
         self.loaded_checkpoint_dp_world_size = common["dp_world_size"]
         self.loaded_checkpoint_mp_world_size = common["mp_world_size"]
 
-    def _own_rank_state(self, ranks: list[dict[str, Any]]) -> dict[str, Any] | None:
-        """This rank's state in a checkpoint. None if the checkpoint has another number of ranks: the sums of half an
-        accumulation window belong to the batches of its own ranks."""
-        return ranks[dist.get_rank()] if len(ranks) == dist.get_world_size() else None
+    def _own_window(self, state: Mapping[str, Any]) -> dict[str, Any] | None:
+        """This rank's part of the accumulation window in a checkpoint. None if the checkpoint has another number of
+        ranks or of micro-batches a step: its sums belong to the batches of its own ranks, and are scaled for its own
+        number of micro-batches."""
+        ranks, accumulation = state["ranks"], self.gradient_accumulation_steps()
+        fits = len(ranks) == dist.get_world_size() and state.get("accumulation", accumulation) == accumulation
+        return ranks[dist.get_rank()] if fits else None
 
-    def _load_rank_state(self, ranks: list[dict[str, Any]]) -> None:
-        if dist.get_rank() >= len(ranks):
-            logger.warning(
-                f"ds_zo: the checkpoint has {len(ranks)} ranks, so rank {dist.get_rank()} keeps its present random "
-                "states"
-            )
+    def _load_window(self, state: Mapping[str, Any], *, resume: bool) -> None:
+        """Continues the accumulation window of a checkpoint, or begins a new one if its sums are not loaded."""
+        window, accumulation = self._own_window(state) if resume else None, self.gradient_accumulation_steps()
+        self.micro_steps = state["micro_steps"]
+        if window is not None:
+            self._window_has_sums = state.get("in_window", False)
+            self._unmanaged_backward_count = window["unmanaged_backward_count"]
+            self._window_loss = None if window["window_loss"] is None else window["window_loss"].to(self.device)
+            self.backend.load_rank_state(window["backend"])
             return
-        mine = ranks[dist.get_rank()]
-        set_random_states(mine["random"])
-        self._unmanaged_backward_count = mine["unmanaged_backward_count"]
-        self._window_loss = None if mine["window_loss"] is None else mine["window_loss"].to(self.device)
-        if self._own_rank_state(ranks) is not None:
-            self.backend.load_rank_state(mine["backend"])
+        self.micro_steps -= self.micro_steps % accumulation
+        self._forget_window()
+        self.zero_grad()
+        if state.get("in_window", False):
+            warn(
+                "the checkpoint was saved between the micro-batches of a step, and their sums are not loaded: training "
+                "goes on with the first micro-batch of a new step; to continue the saved one, load optimizer states "
+                "with as many ranks and gradient_accumulation_steps as the saved run"
+            )
+
+    def _forget_window(self) -> None:
+        """Forgets the counts and losses of the accumulation window, whose sums the backend does not have."""
+        self._unmanaged_backward_count, self._window_loss, self._window_has_sums = 0, None, False
+
+    def _load_random_states(self, ranks: list[dict[str, Any]]) -> None:
+        if dist.get_rank() < len(ranks):
+            set_random_states(ranks[dist.get_rank()]["random"])
+            return
+        logger.warning(
+            f"ds_zo: the checkpoint has {len(ranks)} ranks, so rank {dist.get_rank()} keeps its present random states"
+        )
 
     def _read_logs(self, folder: Path) -> list[Trajectory]:
         """The trajectories in `folder`. They are read before weights are replaced, so that a log that can't be read
@@ -340,6 +364,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             return
         num_steps = rows.shape[0]
         self.backend.replay_steps(rows)
+        self._forget_window()  # the first replayed step has completed it
         for _ in range(num_steps):
             if self.lr_scheduler is not None:
                 self.optimizer._opt_called = True
@@ -374,7 +399,7 @@ class CheckpointingEngine(DeepSpeedEngine):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole weights on the host, for rank 0; None on other ranks. Accelerate and Trainer call it whenever the
         JSON says stage 3."""
-        with self.backend.readable_on_rank_0():
+        with self.backend.readable_by_writers():
             if dist.get_rank() != 0:
                 return None
             state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)

@@ -114,7 +114,7 @@ class PluginEngine(CheckpointingEngine):
         self._window_loss: torch.Tensor | None = None
         """Sum of this accumulation window's scaled losses; None before its first backward, and without a monitor."""
         self._window_has_sums = False
-        """Whether this accumulation window has had a backward pass and no step yet."""
+        """Whether the backend has accumulated sums since the last step."""
         self._window_began: float | None = None
         """`time.perf_counter()` at the first forward of this accumulation window; None before it, and without a
         monitor."""
@@ -135,6 +135,7 @@ class PluginEngine(CheckpointingEngine):
             device=self.device,
             process_group=self.data_parallel_group,
         )
+        self.backend.is_writer, self.backend.has_several_writers = self._writes, self.use_node_local_storage()
         replaced = replace_zero_grad(self.optimizer, self.module, drop_sums=weakly(self.zero_grad))
         for stand_in in (*replaced, *refuse_resizing(self.module)):
             self._undo.callback(stand_in.remove)
@@ -285,10 +286,7 @@ class PluginEngine(CheckpointingEngine):
                 f"{getattr(loss, 'requires_grad', None)}: reduce it to one number, call the engine in train mode and "
                 "outside no_grad, and compute the loss from the one that the model returns, if it returns one"
             )
-        self._unmanaged_backward_count += not versions.manages_accumulation(self)
         scaled = loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
-        if self.monitor.enabled:
-            self._window_loss = scaled.detach().float() + (0.0 if self._window_loss is None else self._window_loss)
         self.backend.is_last_micro_batch = self.is_gradient_accumulation_boundary()
         interrupts.hold()  # `step` releases it: see [Note: whole steps]
         try:
@@ -297,7 +295,10 @@ class PluginEngine(CheckpointingEngine):
         except BaseException:
             interrupts.release()
             raise
-        self._window_has_sums = True
+        self._unmanaged_backward_count += not versions.manages_accumulation(self)
+        if self.monitor.enabled:
+            self._window_loss = scaled.detach().float() + (0.0 if self._window_loss is None else self._window_loss)
+        self._window_has_sums = self.backend.accumulates
         return scaled
 
     @contextmanager
@@ -324,12 +325,14 @@ class PluginEngine(CheckpointingEngine):
     def zero_grad(self) -> None:
         """Drops the backend's sums of this accumulation window. `zero_grad` of the optimizer and of the module call
         it too."""
-        if self._window_has_sums and self.gradient_accumulation_steps() > 1 and self.backend.accumulates:
+        if self._window_has_sums and self.gradient_accumulation_steps() > 1:
             logger.warning_once(
                 "ds_zo: zero_grad() inside an accumulation window drops the micro-batches before it: remove the call, "
                 "because engine.step() zeroes by itself at the end of the window"
             )
         self._window_has_sums = False
+        if self.backend.accumulates:
+            self._window_loss = None
         self.backend.zero_grad()
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -342,8 +345,9 @@ class PluginEngine(CheckpointingEngine):
             self._raise_background_error()
 
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
+        loss = self._window_loss  # taken first, because a backend's step may call `zero_grad` of the module
         outcome = self.backend.step()
-        self._window_has_sums = False
+        self._window_has_sums, self._window_loss = False, None
         self._global_grad_norm = outcome.grad_norm
         self._outcome = outcome
         if isinstance(outcome.applied, bool):
@@ -362,19 +366,26 @@ class PluginEngine(CheckpointingEngine):
             self._unmanaged_backward_count = 0
         if self.steps_per_print() and self.global_steps % self.steps_per_print() == 0:
             self._report_progress(self.global_steps)
-        self._write_events(self.global_samples - num_samples_before)
+        self._write_events(loss, self.global_samples - num_samples_before)
 
-    def _write_events(self, num_samples: int) -> None:
-        """Writes the window's mean loss, its speed and memory peaks to the monitors. DeepSpeed's own `step` writes the
-        learning rate."""
-        loss, self._window_loss = self._window_loss, None
+    def _write_events(self, loss: torch.Tensor | None, num_samples: int) -> None:
+        """Writes the window's mean loss, its speed and memory peaks to the monitors. `loss`: None if this rank has
+        none. DeepSpeed's own `step` writes the learning rate."""
         began, self._window_began = self._window_began, None
-        if loss is None:
+        if not self.monitor.enabled:
             return
+        # A rank without a loss takes part too: its backward may have raised, and the other ranks would wait for it.
+        total = torch.zeros(2, device=self.device)
+        """The sum of the ranks' losses, and the number of ranks that have one."""
+        if loss is not None:
+            total[0], total[1] = loss, 1.0
         if self.dp_world_size > 1:
-            dist.all_reduce(loss, group=self.data_parallel_group)
+            dist.all_reduce(total, group=self.data_parallel_group)
         if self.global_rank == 0:
-            values = {"train_loss": loss.item() / self.dp_world_size}  # waits for the step, before the clock is read
+            sum_of_losses, num_losses = total.tolist()  # waits for the step, before the clock is read
+            if not num_losses:
+                return
+            values = {"train_loss": sum_of_losses / num_losses}
             if began is not None:
                 values["samples_per_s"] = num_samples / (time.perf_counter() - began)
             values["peak_device_gb"] = get_accelerator().max_memory_allocated() / 1e9

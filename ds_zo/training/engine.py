@@ -31,6 +31,17 @@ def make_engine(model: Any, config: dict[str, Any]) -> Any:
     return deepspeed.initialize(model=model, model_parameters=trainable, config=config)[0]
 
 
+def samples_per_step(engine: Any) -> int:
+    """Number of different examples that all ranks consume in a step."""
+    return int(engine.train_batch_size()) // ranks_per_batch(engine)
+
+
+def ranks_per_batch(engine: Any) -> int:
+    """Number of ranks that train on one batch: ZO's `direction_parallel`, else 1."""
+    resolved = getattr(engine, "resolved", None)  # other engines than ds_zo's have none
+    return 1 if resolved is None else int(resolved.optimizer.ranks_per_batch)
+
+
 def ensure_environment() -> None:
     """Makes a process without a launcher a world of one, on a free port. A launcher has set these variables.
 

@@ -23,7 +23,7 @@ from ds_zo.tasks.encoding import num_label_positions, position_ids
 from ds_zo.tasks.scoring import accepts_argument, needs_position_ids, num_reserved_positions
 from ds_zo.training.arguments import DTYPES, EMBEDDED_STEPS, EMBEDDED_TASK
 from ds_zo.training.data import TrainingBatches, task_of
-from ds_zo.training.engine import make_engine
+from ds_zo.training.engine import make_engine, ranks_per_batch, samples_per_step
 from ds_zo.training.errors import UserError
 from ds_zo.training.json_config import model_dtype
 from ds_zo.training.model import add_lora, load_model, save_model
@@ -61,6 +61,9 @@ class TrainingLoop:
             batch_size=self.engine.train_micro_batch_size_per_gpu(),
         )
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        sharing = ranks_per_batch(self.engine)
+        self.batch_index, self.num_batches = self.rank // sharing, self.world_size // sharing
+        """The index of this rank's micro-batch among those of all ranks, and the number of these."""
         alone = self.world_size == 1 and not isinstance(self.task, HeadTask)
         self.keeps_answers = alone and accepts_argument(self.engine, "logits_to_keep")
         """Whether the head computes logits only at the positions of labels. Several ranks may share one batch and must
@@ -89,7 +92,7 @@ class TrainingLoop:
 
     @property
     def samples_per_step(self) -> int:
-        return int(self.engine.train_batch_size())
+        return samples_per_step(self.engine)
 
     def num_steps(self) -> int:
         if self.args.steps is not None:
@@ -178,9 +181,9 @@ class TrainingLoop:
         losses = []
         for _ in range(self.engine.gradient_accumulation_steps()):
             size = self.batches.batch_size
-            batch = self.batches.at(self.progress.num_seen + self.rank * size)
-            self.progress.num_seen += size * self.world_size
-            self.progress.num_tokens += int(batch["attention_mask"].sum()) * self.world_size
+            batch = self.batches.at(self.progress.num_seen + self.batch_index * size)
+            self.progress.num_seen += size * self.num_batches
+            self.progress.num_tokens += int(batch["attention_mask"].sum()) * self.num_batches
             loss = self._loss(batch)
             self.engine.backward(loss)
             self.engine.step()

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_zo.checkpoint.files import replace_text
 from ds_zo.records.run_summary import Best, Point
+from ds_zo.training.engine import samples_per_step
 from ds_zo.training.errors import UserError
 
 PROGRESS = "progress.json"
@@ -57,9 +59,8 @@ class RunCheckpoints:
         self._writes = writes
 
     def save(self, progress: Progress) -> None:
-        self._engine.save_checkpoint(
-            str(self.folder), tag=f"step{progress.step}", client_state=self._client_state(progress)
-        )
+        state = {**self._client_state(progress), "random": _gathered(random_states())}
+        self._engine.save_checkpoint(str(self.folder), tag=f"step{progress.step}", client_state=state)
         self.note(progress)
 
     def note(self, progress: Progress) -> None:
@@ -70,7 +71,7 @@ class RunCheckpoints:
 
     def _client_state(self, progress: Progress) -> dict[str, Any]:
         kept = {name: getattr(self._args, name) for name in KEPT}
-        return {**kept, **asdict(progress), "random": random_states()}
+        return {**kept, **asdict(progress)}
 
     def resume(self, folder: Path) -> Progress:
         """Restores weights, optimizer, schedule, step count and data position from a folder's newest checkpoint."""
@@ -81,9 +82,13 @@ class RunCheckpoints:
         # A trajectory may have brought the engine further than the checkpoint.
         further = self._engine.global_steps - state.get("global_steps", self._engine.global_steps)
         step = state["step"] + further
-        num_seen = state["num_seen"] + further * int(self._engine.train_batch_size())
-        if not further and "random" in state:
-            set_random_states(state["random"])
+        num_seen = state["num_seen"] + further * samples_per_step(self._engine)
+        if not further:
+            states = state.get("random", [])
+            if states and isinstance(states[0], str):  # an older run saved those of its first rank alone
+                states = [states]
+            if _rank() < len(states):
+                set_random_states(states[_rank()])
         if further and (folder / PROGRESS).is_file():
             noted = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
             state = noted if state["step"] < noted["step"] <= step else state
@@ -109,6 +114,19 @@ def find_checkpoints(args: argparse.Namespace) -> Path | None:
     if not (folder / "latest").is_file():
         raise UserError(f"looked for a checkpoint in {folder} (its file `latest`): not found (--resume)")
     return folder
+
+
+def _rank() -> int:
+    return int(dist.get_rank()) if dist.is_initialized() else 0
+
+
+def _gathered(value: list[str]) -> list[list[str]]:
+    """`value` of every rank, by rank. One rank writes the client state of all."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def random_states() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,25 @@ def test_recovery_further_than_the_replay_log_reaches_with_a_schedule(tmp_path: 
     assert resumed.global_steps == 75 and resumed.get_lr() == first.get_lr()
     assert (resumed.global_samples, resumed.micro_steps) == (first.global_samples, first.micro_steps)
     assert_same_bits(planes(resumed), planes(first))
+
+
+@pytest.mark.parametrize("num_saved", [3, 4, 5])
+def test_a_replayed_run_begins_a_new_accumulation_window(num_saved: int, tmp_path: Path) -> None:
+    """The first replayed step has completed the window that the checkpoint was saved in."""
+    monitor = {"enabled": True, "output_path": str(tmp_path / "events"), "job_name": "job"}
+    json_ = with_checkpoint(zo_json(gradient_accumulation_steps=3), trajectory=True)
+    first = engine_for(Toy(), {**json_, "csv_monitor": {**monitor, "job_name": "first"}})
+    train(first, BATCHES[:num_saved])
+    first.save_checkpoint(str(tmp_path / "saves"))
+    train(first, BATCHES[num_saved:11])  # three steps and two micro-batches that no step has used
+    crash(first)
+    resumed = engine_for(Toy(), {**json_, "csv_monitor": monitor})
+    resumed.load_checkpoint(str(tmp_path / "saves"))
+    assert (resumed.global_steps, resumed.micro_steps, resumed._window_has_sums) == (3, 9, False)
+    losses = train(resumed, BATCHES[9:12])
+    [file] = (tmp_path / "events" / "job").rglob("*train_loss.csv")
+    [[_, found]] = list(csv.reader(file.open()))[1:]
+    assert float(found) == pytest.approx(sum(losses) / 3)
 
 
 def test_a_torn_last_record_is_dropped_and_its_step_made_again(tmp_path: Path) -> None:

@@ -152,6 +152,26 @@ def test_every_stock_json_becomes_a_valid_one_without_idle_keys(to: str) -> None
 
 
 @pytest.mark.parametrize("to", BACKENDS)
+def test_a_section_keeps_no_idle_keys(to: str) -> None:
+    for seed in range(50):
+        rng = random.Random(seed)
+        choices: dict[str, tuple[Any, ...]] = {
+            "rounding": ("stochastic", "nearest", "kahan"),
+            "cuda_graphs": (True, False),
+            "compile_blocks": (True, False),
+            "checkpoint": (
+                {"trajectory_dir": "logs"},
+                {"trajectory": True, "trajectory_dir": "logs"},
+                {"keep_last": 2},
+            ),
+        }
+        chosen = [key for key in choices if rng.random() < 0.6] or ["cuda_graphs"]
+        section = {key: some(rng, *choices[key]) for key in chosen}
+        stock = {**random_stock(seed), "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}, "ds_zo": section}
+        assert check(converted(stock, to).config).ignored == (), (seed, section)
+
+
+@pytest.mark.parametrize("to", BACKENDS)
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_each_shipped_json_becomes_one_of_each_backend(path: Path, to: str) -> None:
     config = json.loads(path.read_text())

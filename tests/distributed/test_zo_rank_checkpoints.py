@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from zo_rank_cases import BF16, resume, run_job, save
+from zo_rank_cases import BF16, resume, resume_in_window, run_job, save, save_in_window
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"stage": 0, **BF16},
@@ -56,6 +56,16 @@ def test_resumes_on(num_ranks: int, saved: dict[Path, list[Any]]) -> None:
             before = next(answers for path, answers in saved.items() if path.name == folder)[0]
             same(found["bits"], before[kind])
             assert found["next"] == before[f"{kind} next"], case
+
+
+def test_another_number_of_ranks_begins_a_new_window(tmp_path: Path) -> None:
+    """The sums of an unfinished window belong to the ranks that made them."""
+    assert run_job(save_in_window, 2, tmp_path) == [True, True]
+    for num_ranks, steps in ((1, [1, 1, 2, 2, 2, 3, 3]), (2, [2, 2, 2, 3, 3, 3, 4])):
+        for found in run_job(resume_in_window, num_ranks, tmp_path):
+            assert isinstance(found, dict), found
+            assert any(found["projected"]) is (num_ranks == 2)
+            assert found["steps"] == steps
 
 
 def test_one_file_of_weights_from_a_sharded_store(saved: dict[Path, list[Any]]) -> None:

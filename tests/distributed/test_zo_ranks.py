@@ -6,6 +6,7 @@ weight moves by lr * g * z with |z| < 5, and later steps start from weights that
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from zo_rank_cases import (
     alone,
     death,
     directions,
+    failed_backward,
     machines,
     refusal,
+    resumed_random_states,
     run_job,
     storages,
+    trained_positions,
     uneven,
     wire,
 )
@@ -174,3 +178,29 @@ def loaded(rank: int, folder: Path) -> dict[str, Any]:
     made = engine(json_for())
     made.load_checkpoint(str(folder))
     return {"steps": made.global_steps}
+
+
+def test_a_rank_whose_backward_raised_makes_the_step_with_the_others(tmp_path: Path) -> None:
+    first, last = job(failed_backward, 2, tmp_path)
+    assert first["digest"] == last["digest"]
+    rows = list(csv.reader(next(tmp_path.rglob("*train_loss.csv")).open()))[1:]
+    means = [(a + b) / 2 for a, b in zip(first["losses"], last["losses"], strict=True)]
+    assert [float(value) for _, value in rows] == pytest.approx([means[0], first["losses"][1], means[2]])
+
+
+def test_each_rank_of_a_resumed_training_has_its_own_random_states(tmp_path: Path) -> None:
+    found = job(resumed_random_states, 2, tmp_path)
+    assert not torch.equal(found[0]["before"], found[1]["before"])
+    assert all(torch.equal(mine["before"], mine["after"]) for mine in found)
+
+
+@pytest.mark.parametrize("direction_parallel", [1, 2])
+def test_training_skips_no_example_where_ranks_share_batches(direction_parallel: int, tmp_path: Path) -> None:
+    first, last = job(trained_positions, 2, tmp_path, direction_parallel)
+    num_batches = 2 // direction_parallel
+    used = sorted({*first["given"], *last["given"]})
+    assert used == list(range(0, 8 * num_batches, 2)), "micro-batches of two examples follow one another"
+    assert (first["given"] == last["given"]) is (direction_parallel == 2)
+    for found in (first, last):
+        assert found["num_seen"] == 8 * num_batches
+        assert found["num_steps"] == round(found["num_examples"] / (4 * num_batches))

@@ -371,6 +371,61 @@ def resume(rank: int, folders: list[Path], settings: dict[str, dict[str, Any]]) 
     return found
 
 
+def save_in_window(rank: int, folder: Path) -> bool:
+    """Saves after one step and two of its three micro-batches."""
+    from zo_runs import one_step
+
+    made = engine(json_for(gradient_accumulation_steps=3))
+    for batch in global_batches(5):
+        one_step(made, mine(batch, index=rank, of=dist.get_world_size()))
+    return bool(made.save_checkpoint(str(folder)))
+
+
+def resume_in_window(rank: int, folder: Path) -> dict[str, Any]:
+    """The global step after each of seven micro-batches, and the projected gradients right after loading."""
+    from zo_runs import one_step
+
+    made = engine(json_for(gradient_accumulation_steps=3))
+    one_step(made, mine(global_batches(1)[0], index=rank, of=dist.get_world_size()))  # this run's own sums end too
+    made.load_checkpoint(str(folder))
+    found: dict[str, list[Any]] = {"projected": made.backend._projected.tolist(), "steps": []}
+    for batch in global_batches(7):
+        one_step(made, mine(batch, index=rank, of=dist.get_world_size()))
+        found["steps"].append(made.global_steps)
+    return found
+
+
+class Failing(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError("no memory")
+
+
+def failed_backward(rank: int, folder: Path) -> dict[str, Any]:
+    """In the second step the last rank drops its batch, because its backward raises, and makes the step."""
+    monitor = {"enabled": True, "output_path": str(folder), "job_name": "job"}
+    made = engine(json_for(csv_monitor=monitor))
+    losses, num_ranks = [], dist.get_world_size()
+    for step, batch in enumerate(global_batches(3)):
+        loss = made(**mine(batch, index=rank, of=num_ranks))
+        losses.append(loss.item())
+        if step == 1 and rank == num_ranks - 1:
+            try:
+                made.backward(Failing.apply(loss))
+            except RuntimeError:
+                made.zero_grad()
+        else:
+            made.backward(loss)
+        made.step()
+    return {"losses": losses, "digest": digest(made)}
+
+
 def bits(engine: Any) -> dict[str, Any]:
     """Everything a run consists of."""
     from checkpoint_runs import planes
@@ -467,3 +522,42 @@ def death(rank: int, folder: Path, way: str) -> Any:
     except RuntimeError as error:
         return str(error), time.monotonic() - began  # a str alone would be a failure
     return "went on", time.monotonic() - began
+
+
+def resumed_random_states(rank: int, folder: Path) -> dict[str, Any]:
+    """Random states of this rank when `ds-zo train` saves, and after it resumes."""
+    import argparse
+
+    from ds_zo.training.progress import Progress, RunCheckpoints
+
+    kept = {"task": "t", "seed": 0, "data_seed": 0, "num_train": None, "group_by_length": False}
+    args = argparse.Namespace(output_dir=folder, **kept)
+    made = engine(json_for())
+    torch.manual_seed(10 + rank)  # dropout of other lengths leaves another state on each rank
+    before = torch.get_rng_state()
+    checkpoints = RunCheckpoints(made, args, writes=rank == 0)
+    checkpoints.save(Progress(step=0))
+    torch.manual_seed(99)
+    checkpoints.resume(checkpoints.folder)
+    return {"before": before, "after": torch.get_rng_state()}
+
+
+def trained_positions(rank: int, folder: Path, direction_parallel: int) -> dict[str, Any]:
+    """Positions of the examples that `ds-zo train` gives this rank in two steps, and its counts after them."""
+    import json
+
+    from ds_zo.training.arguments import parse_args
+    from ds_zo.training.loop import TrainingLoop
+
+    params = {"lr": 1e-6, "num_directions": 2, "direction_parallel": direction_parallel}
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    config |= {"optimizer": {"type": "ZO", "params": params}}
+    path = folder / f"{rank}.json"
+    path.write_text(json.dumps(config))
+    loop = TrainingLoop(parse_args(["--deepspeed", str(path), "--output-dir", str(folder), "--epochs", "1"]), config)
+    given, at = [], loop.batches.at
+    loop.batches.at = lambda position: given.append(position) or at(position)  # type: ignore[method-assign,func-returns-value]
+    for _ in range(2):
+        loop._step()
+    counts = {"num_seen": loop.progress.num_seen, "num_steps": loop.num_steps(), "num_examples": len(loop.batches)}
+    return {"given": given, **counts}

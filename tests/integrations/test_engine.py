@@ -237,3 +237,43 @@ def test_monitor_events_carry_loss_lr_throughput_and_memory(backend: str, tmp_pa
     assert all(0.01 < memory < 1000 for memory in values(tmp_path, "peak_host_gb"))
     assert len(values(tmp_path, "peak_device_gb")) == 2
     assert "tensorboard" not in config or list(tmp_path.rglob("events.out*"))
+
+
+class Failing(torch.autograd.Function):
+    """The identity; its backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError("no memory")
+
+
+@pytest.mark.parametrize("calls_zero_grad", [False, True])
+def test_the_loss_of_a_backward_that_raised_reaches_no_monitor(
+    backend: str, calls_zero_grad: bool, tmp_path: Path
+) -> None:
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    engine = start(config_for(backend, csv_monitor=monitor))
+    data = batches(3)
+    losses = train(engine, data[:1])
+    loss = engine(**data[1]).loss
+    with pytest.raises(RuntimeError, match="no memory"):
+        engine.backward(Failing.apply(loss))
+    if calls_zero_grad:
+        engine.zero_grad()
+    losses += train(engine, data[2:])
+    assert values(tmp_path, "train_loss") == pytest.approx(losses)
+
+
+def test_the_loss_of_a_dropped_backward_reaches_no_monitor(backend: str, tmp_path: Path) -> None:
+    monitor = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    engine = start(config_for(backend, csv_monitor=monitor))
+    data = batches(2)
+    if not engine.backend.accumulates:
+        pytest.skip("a backward that has updated the weights cannot be dropped")
+    engine.backward(engine(**data[0]).loss)
+    engine.zero_grad()
+    assert train(engine, data[1:]) == pytest.approx(values(tmp_path, "train_loss"))

@@ -134,7 +134,7 @@ class FrozenModuleState(RecomputedModuleState):
 
     def __init__(self, block_store: FrozenBlockStore, module: nn.Module) -> None:
         self.master_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: None
-        """Returns the float32 master of a trained parameter. None: it has none."""
+        """Returns the float32 master of a trained parameter, which a caller may change. None: it has none."""
         self.num_writes = 0
         """Number of times that weights were written by name, or handed out where a user may write to them."""
         super().__init__(block_store, module)
@@ -156,6 +156,9 @@ class FrozenModuleState(RecomputedModuleState):
         self.num_writes += 1
         forget_source(self._module, parameter)
         super().write(parameter, value)
+        master = self.master_of(parameter)
+        if master is not None and value.dtype is master.dtype:  # from safe_set_full_fp32_param
+            master.copy_(value)
 
     def read_stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
         return (self.read(self._parameters[name]) if name in self._parameters else value).cpu()
@@ -165,8 +168,12 @@ class FrozenModuleState(RecomputedModuleState):
         super().write_stored(name, target, value)
 
     def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
-        master = self.master_of(placed.parameter)
-        return super()._full_fp32(unit, placed) if master is None else master.clone()
+        """Elements that a user has changed since the last step are not in the master yet ([Note: float32 masters])."""
+        stored, master = super()._full_fp32(unit, placed), self.master_of(placed.parameter)
+        if master is None:
+            return stored
+        dtype = placed.parameter.dtype
+        return torch.where(master.to(dtype) == stored.to(dtype), master, stored)
 
     def close(self) -> None:
         if self.owns_module() and not sys.is_finalizing():

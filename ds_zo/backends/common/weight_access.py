@@ -25,6 +25,10 @@ class WeightAccess:
     module: nn.Module
     config: Resolved
     device: torch.device
+    is_writer: bool = True
+    """Whether this rank writes checkpoints. The engine sets it."""
+    has_several_writers: bool = False
+    """With DeepSpeed's `use_node_local_storage`, one rank of each machine writes. The engine sets it."""
     recorder: TrajectoryRecorder | None = None
     """Writes the trajectory that `ds_zo.checkpoint.trajectory` asks for. None where the configuration asks for none,
     and on ranks that do not write checkpoints."""
@@ -82,9 +86,10 @@ class WeightAccess:
         target.copy_(value)
 
     @contextmanager
-    def readable_on_rank_0(self) -> Iterator[None]:
-        """Context in which rank 0 can read all weights while the other ranks do nothing. Every rank enters it. The
-        engine uses it to save. A backend that shards weights over ranks gathers them here."""
+    def readable_by_writers(self) -> Iterator[None]:
+        """Context in which ranks that write (`is_writer`, rank 0 among them) can read all weights while the other ranks
+        do nothing. Every rank enters it. The engine uses it to save. A backend that shards weights over ranks gathers
+        them here."""
         yield
 
     @property
@@ -99,8 +104,8 @@ class WeightAccess:
     # Checkpoints and weights as a whole
 
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
-        """Returns the weights and the state that a checkpoint of the current step contains. Only the rank that writes
-        calls it, inside `readable_on_rank_0`.
+        """Returns the weights and the state that a checkpoint of the current step contains. Only ranks that write call
+        it, inside `readable_by_writers`.
 
         `hold`: the checkpoint is written while training continues, so the snapshot holds copies of weights and state in
         host memory. `omit_frozen`: leaves out parameters that do not require gradients.

@@ -295,11 +295,6 @@ class LSPBackend(Backend):
     # Saving, loading, describing
 
     @property
-    def num_projected(self) -> int:
-        """Number of matrices whose gradients are projected."""
-        return sum(matrix.subspace is not None for matrix in self._matrices)
-
-    @property
     def biases(self) -> dict[str, float]:
         """By matrix: the relative bias of its projectors on the gradient that they were last tested with."""
         return dict(self._calibration.biases)
@@ -310,7 +305,7 @@ class LSPBackend(Backend):
         return self._calibration.fit_s
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of a checkpoint. From ZeRO stage 1 on, only the first rank may call this, after `rank_state`."""
+        """The state of a checkpoint. From ZeRO stage 1 on, only ranks that write may call this, after `rank_state`."""
         self.apply_pending_updates()
         self._groups.undo_updates()
         matrices = matrix_states(self._groups.matrices_and_moments(), gathered=self._states_of_other_ranks)
@@ -353,7 +348,9 @@ class LSPBackend(Backend):
         if self.ranks is not None:
             self.apply_pending_updates()
             owned = [group for group in self._groups.on_host if isinstance(group, SharedHostGroup)]
-            self._states_of_other_ranks = gather_owned_states(owned, self.ranks)
+            self._states_of_other_ranks = gather_owned_states(
+                owned, self.ranks, keeps=self.is_writer, has_several_writers=self.has_several_writers
+            )
         return {"totals": {matrix.name: matrix.gradient.cpu().clone() for matrix in self._matrices if matrix.has_total}}
 
     def check_rank_state(self, state: Mapping[str, Any]) -> None:

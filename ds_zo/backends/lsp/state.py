@@ -114,24 +114,26 @@ def load_matrix_states(
 
 
 @torch.no_grad()
-def gather_owned_states(groups: Sequence[SharedHostGroup], ranks: CollectiveThread) -> dict[str, dict[str, Any]]:
-    """Gathers the moments of the parameters that other ranks own; the result is empty on all but the first
-    rank. All ranks must call this. One tensor at a time is broadcast from device memory, because some communication
-    backends can send from nowhere else."""
+def gather_owned_states(
+    groups: Sequence[SharedHostGroup], ranks: CollectiveThread, *, keeps: bool, has_several_writers: bool
+) -> dict[str, dict[str, Any]]:
+    """Gathers the moments of the parameters that other ranks own. `keeps`: this rank writes checkpoints; the result is
+    empty on other ranks. `has_several_writers`: not only the first rank writes. All ranks must call this. One tensor at
+    a time is broadcast from device memory, because some communication backends can send from nowhere else."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
-        if group.owner is None or group.owner == 0:
+        if group.owner is None or (group.owner == 0 and not has_several_writers):
             continue
         for i, matrix in enumerate(group.matrices):
             mine = group.moments[i].state_dict() if group.moments else None
-            state = _broadcast_state(mine, matrix.shape, owner=group.owner, ranks=ranks)
-            if ranks.index == 0:
+            state = _broadcast_state(mine, matrix.shape, owner=group.owner, ranks=ranks, keeps=keeps)
+            if keeps and mine is None:
                 found[matrix.name] = state
     return found
 
 
 def _broadcast_state(
-    mine: Mapping[str, Any] | None, shape: tuple[int, ...], *, owner: int, ranks: CollectiveThread
+    mine: Mapping[str, Any] | None, shape: tuple[int, ...], *, owner: int, ranks: CollectiveThread, keeps: bool
 ) -> dict[str, Any]:
     """Broadcasts the moments of one parameter from its owner. `mine`: the moments on the owner; None on other
     ranks."""
@@ -139,7 +141,7 @@ def _broadcast_state(
     def send(name: str, empty: torch.Tensor) -> torch.Tensor:
         sent = (empty if mine is None else torch.as_tensor(mine[name])).to(ranks.device, torch.float32, copy=True)
         ranks.submit(lambda: ranks.broadcast_(sent, owner)).wait()
-        return sent.cpu() if ranks.index == 0 else sent
+        return sent.cpu() if keeps else sent
 
     num_steps = send("num_steps", torch.zeros(()))
     return {name: send(name, torch.empty(shape)) for name in ("mean", "mean_square")} | {"num_steps": num_steps}

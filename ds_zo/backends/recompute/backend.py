@@ -37,6 +37,7 @@ class RecomputedBackend(Backend):
             self.module_state.stored_changed()
 
     @contextmanager
-    def readable_on_rank_0(self) -> Iterator[None]:
-        with nullcontext() if self.module_state is None else self.module_state.readable_on_rank_0():
+    def readable_by_writers(self) -> Iterator[None]:
+        state = self.module_state
+        with nullcontext() if state is None else state.all_readable(reads=self.is_writer):
             yield

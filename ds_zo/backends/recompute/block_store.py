@@ -21,7 +21,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
@@ -227,8 +226,7 @@ class RecomputedModuleState(ModuleState):
     def __init__(self, block_store: RecomputedBlockStore, module: nn.Module) -> None:
         self._block_store = block_store
         self.collected: dict[int, torch.Tensor] = {}
-        """Gathered weights in host memory, by the parameter's id. Filled on rank 0 inside `readable_on_rank_0`, else
-        empty."""
+        """Gathered weights in host memory, by the parameter's id. Filled inside `all_readable`, else empty."""
         self._copies: tuple[int, int, dict[int, torch.Tensor]] | None = None
         """The unit that was read last as a whole: its id, its version, and copies of its weights that have not been
         read yet, by the parameter's id. Callers read a block's parameters one at a time."""
@@ -300,15 +298,16 @@ class RecomputedModuleState(ModuleState):
         self._block_store.rewritten()
 
     @contextmanager
-    def readable_on_rank_0(self) -> Iterator[None]:
-        """Sharded units are gathered, which all ranks take part in."""
+    def all_readable(self, *, reads: bool) -> Iterator[None]:
+        """Context in which this rank can read all weights if it `reads`. Sharded units are gathered, which all ranks
+        take part in."""
         shards = self._block_store.shards
         try:
             with torch.no_grad():
                 for unit in self._units if shards is not None else ():
                     views = shards.whole(unit) if shards and unit.is_sharded else [p.parameter for p in unit.placed]
                     for placed, view in zip(unit.placed, views, strict=True):
-                        if dist.get_rank() == 0:
+                        if reads:
                             self.collected[id(placed.parameter)] = view.detach().to("cpu", copy=True)
             yield
         finally:

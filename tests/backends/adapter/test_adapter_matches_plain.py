@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from adapter_runs import (
@@ -22,6 +24,7 @@ from adapter_runs import (
     weights,
 )
 from decoded_values import with_decoded_base
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tiny_models import tiny_model
 
 from ds_zo import ConfigError
@@ -121,6 +124,36 @@ def test_16_bit_adapters_have_float32_masters() -> None:
         trained_here.fill_(2.0)
     train(engine, data[:2])
     assert (trained_here - 2.0).abs().max() < 0.1, "the master takes over what a user has written"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_writes_between_steps_are_read_back_in_float32(seed: int) -> None:
+    """Elements that a user writes are read back at once, and other elements keep the low bits of their masters."""
+    generator = random.Random(seed)
+    engine = start(adapted(dtype=torch.bfloat16), adapter_json(bf16={"enabled": True}))
+    train(engine, batches(1))
+    expected = {t.name: t.master.detach().clone() for t in engine.backend._trained}
+    for _ in range(8):
+        t = generator.choice(list(engine.backend._trained))
+        value = torch.rand(t.parameter.shape)
+        chosen = torch.rand(t.parameter.shape) < 0.3
+        way = generator.choice(["full", "gathered", "in place"])
+        if way == "full":
+            safe_set_full_fp32_param(t.parameter, value)
+            expected[t.name] = value
+        else:
+            rounded = value.bfloat16()
+            gathers = way == "gathered"
+            with torch.no_grad(), deepspeed.zero.GatheredParameters([t.parameter] if gathers else [], modifier_rank=0):
+                t.parameter[chosen] = rounded[chosen]
+            changed = chosen & (expected[t.name].bfloat16() != rounded)
+            expected[t.name] = torch.where(changed, rounded.float(), expected[t.name])
+        for t in engine.backend._trained:
+            assert torch.equal(safe_get_full_fp32_param(t.parameter), expected[t.name]), (way, t.name)
+            assert torch.equal(t.parameter, expected[t.name].bfloat16()), (way, t.name)
+    engine.optimizer.param_groups[0]["lr"] = 0.0
+    train(engine, batches(1))
+    assert all(torch.equal(t.master, expected[t.name]) for t in engine.backend._trained)
 
 
 def test_fp16_scales_the_loss_and_skips_overflows() -> None:

@@ -12,6 +12,9 @@ from lomo_runs import assert_close, assert_equal, batches, checkpointed, config_
 from torch import nn
 from zoo import CASES
 
+from ds_zo.config import AdaLOMOParams
+from ds_zo.optim import FactoredMoments, adalomo_update_
+
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
@@ -58,6 +61,25 @@ def test_settings_reach_the_rule_and_stacks_of_matrices_are_factored() -> None:
     assert_close(weights_of(model), weights_of(reference), atol=2e-5)
     state = engine.backend.state_dict()["moments"]["mix.weight"]
     assert state["rows"].shape == (16, 16) and state["cols"].shape == (16, 3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_without_a_gradient_stay_finite_at_the_smallest_eps(seed: int) -> None:
+    """Most rows of an embedding have no gradient. Gradients of up to 1e6 stand for a loss that has left its range."""
+    settings = AdaLOMOParams(adalomo_eps=(1e-30, 0.0))
+    generator = torch.Generator().manual_seed(seed)
+    p = torch.randn(40, 8, generator=generator)
+    before, moments = p.clone(), FactoredMoments.zeros(p)
+    for power in (-12, 0, 6, -6):
+        grad = torch.randn(p.shape, generator=generator) * 10.0**power
+        grad[torch.rand(40, generator=generator) < 0.8] = 0.0
+        grad[0], grad[1] = 0.0, 10.0**power
+        adalomo_update_(
+            p, grad, moments, lr=1e-2, decay=1.0, decay_rate=-0.8, eps=settings.adalomo_eps, clip_threshold=1.0
+        )
+        assert p.isfinite().all()
+    assert torch.equal(p[0], before[0])
+    assert not torch.equal(p[1], before[1])
 
 
 def test_a_parameter_that_is_thawed_late_begins_its_averages_then() -> None:
