@@ -172,7 +172,7 @@ class FrozenModuleState(RecomputedModuleState):
         stored, master = super()._full_fp32(unit, placed), self.master_of(placed.parameter)
         if master is None:
             return stored
-        dtype = placed.parameter.dtype
+        master, dtype = master.to(stored.device), placed.parameter.dtype
         return torch.where(master.to(dtype) == stored.to(dtype), master, stored)
 
     def close(self) -> None:
