@@ -159,7 +159,7 @@ class WarmInterpreter:
             self._server.stdin.close()
             self._server.wait(30)
             shutil.rmtree(self._folder)
-            del os.environ[ADDRESS]
+            os.environ.pop(ADDRESS, None)
 
     def run(
         self, script: Path | str, *arguments: Any, cwd: Path, env: dict[str, str], timeout_s: float = 300
@@ -191,6 +191,8 @@ class WarmInterpreter:
         return str(Path(self._address()).with_name("python")) if is_forkable() else sys.executable
 
     def _address(self) -> str:
+        if self._folder is not None:  # also after a test that put back the environment from before the start
+            return str(self._folder / "address")
         if ADDRESS not in os.environ:
             self.start()
         return os.environ[ADDRESS]

@@ -550,7 +550,7 @@ def trained_positions(rank: int, folder: Path, direction_parallel: int) -> dict[
     from ds_zo.training.loop import TrainingLoop
 
     params = {"lr": 1e-6, "num_directions": 2, "direction_parallel": direction_parallel}
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     config |= {"optimizer": {"type": "ZO", "params": params}}
     path = folder / f"{rank}.json"
     path.write_text(json.dumps(config))
