@@ -295,6 +295,11 @@ class LSPBackend(Backend):
     # Saving, loading, describing
 
     @property
+    def num_projected(self) -> int:
+        """Number of matrices whose gradients are projected."""
+        return sum(matrix.subspace is not None for matrix in self._matrices)
+
+    @property
     def biases(self) -> dict[str, float]:
         """By matrix: the relative bias of its projectors on the gradient that they were last tested with."""
         return dict(self._calibration.biases)
