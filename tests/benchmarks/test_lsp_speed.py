@@ -54,7 +54,8 @@ def test_a_case_measures_both_batches_memory_and_parts(name: str) -> None:
 
 
 @pytest.mark.usefixtures("single_process")
-def test_one_engine_is_measured_on_every_link() -> None:
+def test_one_engine_is_measured_on_every_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lsp_cases, "_TURNS", 1)
     cases = cases_of("figure5", device="cpu", tiny=True)
     [case] = [case for case in cases if case.name == "figure5/llama-1.3b/lsp-512"]
     row = lsp_cases.speed(**case.params)
