@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,21 @@ def test_a_model_with_fewer_layers_is_shown_where_no_whole_one_is(results: Path)
     whole = [row("t2.13b.1.all", "2", 400.0), row("t2.13b.1.no_overlap", "2", 100.0)]
     write(results, "h200_zo_full.jsonl", whole)
     assert "layers |" not in paper_pages.zo_2()
+
+
+def test_table_6_takes_a_size_from_the_run_that_has_it(results: Path) -> None:
+    def run(name: str, size: str, folder: str, saved: float) -> list[Row]:
+        disk = {"case": "disk", "run_id": name, "status": "ok", "params": {"folder": folder}, "disk_gbps": 2.0}
+        found = [row(f"opt-{size}/zo", name, 100.0), row(f"opt-{size}/zo-async", name, saved)]
+        return [disk, *(case | {"seconds": []} for case in found)]
+
+    rows = [*run("1", "6.7b", "runs", 20.0), *run("2", "1.3b", "runs", 40.0), *run("3", "1.3b", "/dev/shm/runs", 90.0)]
+    write(results, "h200_checkpoint_speed.jsonl", rows)
+    made = paper_pages.zo_6()
+    assert re.search(r"OPT-6.7B, disk, 2.0 GB/s \| .* \| 1.00 / 0.20 \| 1 \|", made)
+    assert re.search(r"OPT-1.3B, disk, 2.0 GB/s \| .* \| 1.00 / 0.40 \| 2 \|", made)
+    assert re.search(r"OPT-1.3B, tmpfs, 2.0 GB/s \| .* \| 1.00 / 0.90 \| 3 \|", made)
+    assert re.search(r"OPT-6.7B, tmpfs \| .* \| 1.00 / not measured \|  \|", made)
 
 
 def test_figures_5_and_6_are_of_one_link(results: Path) -> None:

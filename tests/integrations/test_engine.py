@@ -29,6 +29,7 @@ from library_runs import (
     weights_of,
 )
 from tiny_models import tiny_model
+from zo_rank_cases import Failing
 
 pytestmark = pytest.mark.parametrize("backend", ENGINE_BACKENDS)
 
@@ -237,18 +238,6 @@ def test_monitor_events_carry_loss_lr_throughput_and_memory(backend: str, tmp_pa
     assert all(0.01 < memory < 1000 for memory in values(tmp_path, "peak_host_gb"))
     assert len(values(tmp_path, "peak_device_gb")) == 2
     assert "tensorboard" not in config or list(tmp_path.rglob("events.out*"))
-
-
-class Failing(torch.autograd.Function):
-    """The identity; its backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        raise RuntimeError("no memory")
 
 
 @pytest.mark.parametrize("calls_zero_grad", [False, True])
