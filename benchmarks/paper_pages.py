@@ -126,31 +126,37 @@ def zo_2() -> str:
     rows, used, body = rows_of(*ZO_FILES), list[Row](), []
     features = ("no_overlap", "no_reuse_buffers", "no_fuse_update")
 
-    def ours(prefix: str, *, at_full_depth: bool) -> list[str | None]:
+    def ours(prefix: str, *, mezo: str, whole: str | None = None) -> list[str | None]:
+        """`whole`: the case of all features at the automatic interval, of a model at full depth; None: of a cut one."""
         pairs = [(f"{prefix}.1.{feature}", f"{prefix}.1.all") for feature in features]
+        pairs += [(f"{prefix}.1.all", mezo)]
+        pairs += [(f"{prefix}.auto.{feature}", whole or f"{prefix}.auto.all") for feature in features[:2]]
         cells = []
-        for names in (*pairs, (f"{prefix}.1.all", f"{prefix}.mezo")):
-            found = in_one_run(rows, *names, at_full_depth=at_full_depth) or {}
+        for names in pairs:
+            found = in_one_run(rows, *names, at_full_depth=whole is not None) or {}
             used.extend(found.values())
             cells.append(over(found, *names))
         return cells
 
     for size, (mezo, *without, whole) in paper.ZO_TABLE_5.items():
-        theirs = [*(value / whole for value in without), None if mezo is None else whole / mezo]
-        cells = map(_times, theirs, ours(f"t2.{size}", at_full_depth=True))
+        theirs = [*(value / whole for value in without), None if mezo is None else whole / mezo, None, None]
+        in_table_1 = f"t1.{size}.fp16"
+        cells = map(_times, theirs, ours(f"t2.{size}", mezo=f"{in_table_1}.mezo", whole=f"{in_table_1}.zo"))
         body.append([f"OPT-{size.upper()}", *cells])
-    preset = "full"
+    preset, only = "full", r"^(t1\..*fp16|t2\.)"
     if not used:
-        cut = ours("t2", at_full_depth=False)
+        cut = ours("t2", mezo="t2.mezo")
         body += _cut_line(cut, used)
-        preset = "paper"
+        preset, only = "paper", r"^t2\."
     said = (
-        "Throughput with one feature off, as a share of that with all features; the last column is all features beside "
-        "MeZO. Blocks are written back every step, as in the paper. One H200, random weights, one sequence of 2,048 "
-        f"tokens. The paper's models are in float32, ours in fp16. {_CELLS} {RATIOS}"
+        "Throughput with one feature off, as a share of that with all features; one column is all features beside "
+        "MeZO. Blocks are written back every step, as in the paper, and in the last two columns at the interval that "
+        "is chosen without a setting. One H200, random weights, one sequence of 2,048 tokens. The paper's models are "
+        f"in float32, ours in fp16. {_CELLS} {RATIOS}"
     )
     heads = ["", "no overlap", "no reusable memory", "no efficient update", "all features / MeZO"]
-    return _block(said, heads, body, used, suite("zo_speed", f"preset {preset}", only=r"^t2\."))
+    heads += ["no overlap, chosen interval", "no reusable memory, chosen interval"]
+    return _block(said, heads, body, used, suite("zo_speed", f"preset {preset}", only=only))
 
 
 def _cut_line(ours: Sequence[str | None], used: Sequence[Row], more: str = "") -> list[list[str]]:
@@ -236,12 +242,10 @@ def zo_7_8() -> str:
     rows, used, body, has_swept = rows_of(*ZO_FILES), list[Row](), [], False
     for (batch, length), by_size in paper.ZO_TABLES_7_8.items():
         for size, (mezo_mb, zo_mb, mezo_speed, zo_speed) in by_size.items():
-            of_mezo = f"t78.{size}.mezo"
-            alone, swept = (
-                in_one_run(rows, name, of_mezo) for name in (f"t78.{size}.zo.{batch}x{length}", f"t78.{size}.zo")
-            )
-            found = alone or swept or {}
-            has_swept |= alone is None and swept is not None
+            of_mezo, swept = f"t78.{size}.mezo", f"t78.{size}.zo"
+            names = [f"{swept}.{batch}x{length}", f"t1.{size}.fp16.zo"][: 2 if (batch, length) == (1, 2048) else 1]
+            found = next((found for name in [*names, swept] if (found := in_one_run(rows, name, of_mezo))), {})
+            has_swept |= swept in found
             used += found.values()
             mezo = found.get(of_mezo)
             ours = next((row for row in found.values() if row is not mezo), None)
@@ -262,13 +266,13 @@ def zo_7_8() -> str:
     )
     if has_swept:
         said += " In these rows one engine ran all inputs of a model; the command starts an engine for each input."
-    command = suite("zo_speed", "preset full", only=r"^t78\.")
+    command = suite("zo_speed", "preset full", only=r"^(t1\..*fp16|t78\.)")
     return _block(said, ["", "MeZO GB", "ZO GB", "ZO / MeZO"], body, used, command)
 
 
 def _point(row: Row | None, batch: int, length: int) -> Row | None:
     """What a case measured for one input; None: nothing."""
-    points = [] if row is None else row.get("points") or [row]
+    points = [] if row is None else [{**point, "run_id": row["run_id"]} for point in row.get("points") or [row]]
     return next((point for point in points if (point["batch"], point["length"]) == (batch, length)), None)
 
 
@@ -287,8 +291,9 @@ def zo_10() -> str:
         body.append([*cells, row["run_id"]])
     said = (
         "Models of more than 100 billion parameters on one H200: layers and embeddings of the true size, random "
-        "weights, as many layers as the host's memory holds, all blocks streamed, `master: wire`, OPT in fp16, blocks "
-        f"of BLOOM in fp8. The paper's figures of Table 10 are not shown. The time is that of the median step. {STEPS}"
+        "weights, fewer layers, since the host does not hold all of them, all blocks streamed, `master: wire`, OPT in "
+        "fp16, blocks of BLOOM in fp8. The paper's figures of Table 10 are not shown. The time is that of the median "
+        f"step. {STEPS}"
     )
     heads = ["", "tokens", "layers", "limit GB", "GPU GB", "ms a step", "ms a layer", "run"]
     command = suite("zo_speed", "preset paper --host-gb 100", only=r"^t10\.")

@@ -281,6 +281,8 @@ def ablation_table(rows: Rows) -> str | None:
         if not name.startswith("t2.") or row.get("method") == "mezo":
             continue
         whole = rows.get(f"{prefix}.{asked}.all", {})
+        if not whole and asked == "auto":
+            whole = rows.get(f"t1.{prefix.removeprefix('t2.')}.fp16.zo", {})
         cells = [str(row.get("shape")), rest.replace("_", " "), asked, str(row.get("interval", "")), _depth(row)]
         ratio = ratio_to_mezo(row, rows) if row.get("tokens_per_s") else None
         body.append([*cells, _number(row.get("tokens_per_s")), _over(row, whole, "tokens_per_s"), _number(ratio)])

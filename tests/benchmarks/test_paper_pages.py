@@ -60,20 +60,37 @@ def test_a_line_is_of_the_newest_run_that_has_all_of_it_at_full_depth(results: P
     assert (
         f"| OPT-175B, fp16 | {large} | 37 / not run |  |" in made and r"preset paper --only '^t1\..*\.whole$'" in made
     )
-    ablation = [row("t2.13b.1.all", "4", 400.0), row("t2.13b.1.no_overlap", "4", 100.0), row("t2.13b.mezo", "4", 200.0)]
-    write(results, "h200_zo_full.jsonl", ablation)
-    gap = "0.38 / not measured | 0.73 / not measured"
-    assert f"| OPT-13B | 0.39 / 0.25 (0.06 to 1.00) | {gap} | 1.00 / 2.00 (0.50 to 8.00) |" in paper_pages.zo_2()
+    ablation = [row("t2.13b.1.all", "4", 400.0), row("t2.13b.1.no_overlap", "4", 100.0)]
+    ablation += [row("t1.13b.fp16.mezo", "4", 200.0), row("t1.13b.fp16.zo", "4", 800.0)]
+    write(results, "h200_zo_full.jsonl", [*ablation, row("t2.13b.auto.no_overlap", "4", 600.0)])
+    gap, chosen = "0.38 / not measured | 0.73 / not measured", " / 0.75 (0.19 to 3.00)"
+    line = f"| OPT-13B | 0.39 / 0.25 (0.06 to 1.00) | {gap} | 1.00 / 2.00 (0.50 to 8.00) | {chosen} |  |"
+    assert line in paper_pages.zo_2()
 
 
 def test_a_model_with_fewer_layers_is_shown_where_no_whole_one_is(results: Path) -> None:
     cut: Row = {"layers": 8, "shape": "opt-6.7b", "full_layers": 32, "seconds": []}
     cases = [row("t2.1.all", "1", 100.0, **cut), row("t2.1.no_overlap", "1", 40.0, **cut)]
     write(results, "h200_zo_targets.jsonl", cases)
-    assert "| OPT-6.7B, 8 of 32 layers |  / 0.40 |  |  |  |" in paper_pages.zo_2()
+    assert "| OPT-6.7B, 8 of 32 layers |  / 0.40 |  |  |  |  |  |" in paper_pages.zo_2()
     whole = [row("t2.13b.1.all", "2", 400.0), row("t2.13b.1.no_overlap", "2", 100.0)]
     write(results, "h200_zo_full.jsonl", whole)
     assert "layers |" not in paper_pages.zo_2()
+
+
+def test_tables_7_and_8_set_an_input_beside_the_same_of_mezo(results: Path) -> None:
+    def measured(name: str, batch: int, speed: float) -> Row:
+        return row(name, "1", speed) | {"batch": batch, "length": 2048}
+
+    points = [measured("", batch, 100.0) for batch in (1, 2)]
+    mezo = row("t78.1.3b.mezo", "1", 100.0) | {
+        "points": [{key: point[key] for key in point if key != "run_id"} for point in points]
+    }
+    ours = [measured("t1.1.3b.fp16.zo", 1, 120.0), measured("t78.1.3b.zo.2x2048", 2, 150.0)]
+    write(results, "h200_zo_full.jsonl", [mezo, *ours])
+    made = paper_pages.zo_7_8()
+    assert "| OPT-1.3B, 1 x 2,048 | 9.1 / 2.0 | 4.4 / 2.0 | 1.00 / 1.20 (0.30 to 4.80) |" in made
+    assert "| OPT-1.3B, 2 x 2,048 | 10.8 / 2.0 | 6.6 / 2.0 | 1.00 / 1.50 (0.38 to 6.00) |" in made
 
 
 def test_table_6_takes_a_size_from_the_run_that_has_it(results: Path) -> None:
