@@ -166,16 +166,14 @@ def figure_5_cases() -> list[Case]:
     the larger models, whose steps by ZeRO-Offload take seconds, that would take longer than all else."""
     cases = []
     for shape, batch, length in FIGURE_5:
-        for name in ("ceiling", "lsp-512", "zero2-offload-bf16", "zero2-offload"):
+        for name in ("lsp-512", "zero2-offload-bf16", "zero2-offload"):
             method, params = CONTENDERS.get(name, (name, {}))
             if method == "zero2-offload" and shape == "llama-7b":
                 continue
-            trains = name != "ceiling"
-            settings: dict[str, Any] = {"batch": batch, "length": length, "max_s": 4.0}
-            settings |= {"links_gbps": LINKS_GBPS if trains else (None,)}
-            apart = trains and shape in ("gpt2-774m", "llama-1.3b")
+            settings: dict[str, Any] = {"batch": batch, "length": length, "max_s": 4.0, "links_gbps": LINKS_GBPS}
+            apart = shape in ("gpt2-774m", "llama-1.3b")
             case = LSPCase(shape, method, params=params, take_apart=apart, **settings)
-            host_gb = 8.0 + (ALL[method].host_bytes(_FIGURE_5_NUMEL[shape]) if method in ALL else 0) / 1e9
+            host_gb = 8.0 + ALL[method].host_bytes(_FIGURE_5_NUMEL[shape]) / 1e9
             cases.append(case.to_run(f"figure5/{shape}/{name}", _SPEED, timeout_s=240, planned_host_gb=host_gb))
     return cases
 
