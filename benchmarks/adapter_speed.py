@@ -43,7 +43,6 @@ from ds_zo.planner import plan
 from ds_zo.planner.models import DTYPES
 from ds_zo.planner.shapes import RANDOM
 from ds_zo.records.rows import Row
-from ds_zo.streaming.allocator import SETTING
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.loading import attach_source
 
@@ -181,7 +180,6 @@ def cases_of(*, device: str = "cuda", tiny: bool = False) -> list[Case]:
                 timeout_s=300 if tiny else 1.8 * planned.expected_s,
                 planned_host_gb=None if tiny else planned.host_gb,
                 expected_s=planned.expected_s,
-                env={"PYTORCH_CUDA_ALLOC_CONF": SETTING} if planned.case.cap_gb is not None and not tiny else {},
             )
         )
     return found

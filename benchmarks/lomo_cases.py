@@ -14,11 +14,11 @@ from torch import nn
 
 from benchmarks.lomo_methods import KEEPS_GRADIENTS, STATE_BYTES, make_trainer
 from benchmarks.training_case import TrainingCase, slow_host_row
-from ds_zo.bench.measure import cap_device_memory, measure_steps, memory_peaks, start_device
+from ds_zo.bench.measure import measure_steps, memory_peaks, start_device
 from ds_zo.bench.shapes import materialise
 from ds_zo.bench.trainer import Batch, Trainer, random_batch, set_checkpointing
 from ds_zo.records.rows import Row
-from ds_zo.streaming.allocator import expand_segments, num_retries
+from ds_zo.streaming.allocator import num_retries
 from ds_zo.streaming.blocks import find_blocks
 
 _ROOM = 0.97
@@ -50,10 +50,7 @@ class MemoryCase(LOMOCase):
 def speed(**settings: Any) -> Row:
     """Tokens a second of one `LOMOCase`, in this process."""
     case = LOMOCase(**settings)
-    where = start_device(case.device)
-    if case.cap_gb is not None and where.type == "cuda":
-        expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: the engine advises it where memory is short
-        cap_device_memory(case.cap_gb, where)
+    where = start_device(case.device, cap_gb=case.cap_gb)
     model = case.lazy_model(where)
     numel = _numel(model)
     streamed = case.stream is not None

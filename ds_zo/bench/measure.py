@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ds_zo.records.environment import host_peak_gb
+from ds_zo.streaming.allocator import expand_segments
 
 _FEWEST_STEPS = 2
 _SETTLING_STEPS = 2
@@ -114,12 +115,14 @@ def memory_peaks(device: torch.device | str) -> dict[str, float]:
 
 
 def start_device(name: str, *, cap_gb: float | None = None) -> torch.device:
-    """Makes the device of a case the current one and returns it. `cap_gb` limits its memory."""
+    """Makes the device of a case the current one and returns it. `cap_gb` limits its memory. Under a limit segments
+    expand: fragmentation must not decide whether a model fits."""
     device = torch.device(name)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
         if cap_gb is not None:
+            expand_segments()
             cap_device_memory(cap_gb, device)
     return device
 
