@@ -24,7 +24,7 @@ from ds_zo.records.rows import Row, append_row, read_objects
 
 RESULTS = Path(__file__).parent / "results"
 FILES = {
-    "zo_full.jsonl": "h200_zo_full.jsonl",
+    "zo_paper.jsonl": "h200_zo_paper.jsonl",
     "lsp_figure5.jsonl": "h200_lsp_figure5.jsonl",
     "lsp_equal_time.jsonl": "h200_lsp_equal_time.jsonl",
     "lora_lomo_rates.jsonl": "h200_lora_lomo_rates.jsonl",

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.zo_case import ZOCase, in_memory, token_ids, zo
+from benchmarks.zo_case import ZOCase, mezo, token_ids, zo
 from ds_zo.bench.measure import memory_peaks, start_device, synchronize
 from ds_zo.bench.runner import Case, prepare_to_fork, read_rows, run_cases
 from ds_zo.records.rows import Row, table_lines
@@ -198,7 +198,7 @@ def _remove_leftovers(folder: Path) -> None:
 
 
 def _mezo(model: Any, ids: torch.Tensor, case: CheckpointCase, *, folder: Path) -> _SavingMethod:
-    step = partial(in_memory(model, method="mezo", lr=case.rate).step, ids)
+    step = partial(mezo(model, lr=case.rate).step, ids)
     if case.method == "mezo":
         return _SavingMethod(step)
     return _SavingMethod(step, lambda: torch.save(model.state_dict(), folder / "model.pt"))

@@ -1,8 +1,7 @@
 """The blocks of the pages that set our rows beside the papers' own figures.
 
 A cell is `paper / ours`. Ours is the newest run that has all cases of a line, at full depth; where there is none, the
-cell says so. Ratios are within one run. Where no line of a table is measured, rows of a model with fewer layers are a
-line of their own.
+cell says so. Ratios are within one run.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ds_zo.records.rows import Row, table
 
 RESULTS = Path(__file__).parent / "results"
 NOT_MEASURED = "not measured"
-ZO_FILES = ("h200_zo_full.jsonl", "h200_zo_targets.jsonl")
+ZO_FILES = ("h200_zo_paper.jsonl", "h200_zo_targets.jsonl")
 LOMO_FILE, CHECKPOINT_FILE = "h200_lomo.jsonl", "h200_checkpoint_speed.jsonl"
 LSP_FILES = ("h200_lsp_figure5.jsonl", "h200_lsp.jsonl")
 LOMO_PLANS = "cpu_lomo_plans.jsonl"
@@ -34,9 +33,7 @@ def rows_of(*files: str) -> list[Row]:
     return [row for file in reversed(files) for row in read_rows(file, folder=RESULTS)]
 
 
-def in_one_run(
-    rows: Sequence[Row], *cases: str, key: str = "tokens_per_s", at_full_depth: bool = True
-) -> dict[str, Row] | None:
+def in_one_run(rows: Sequence[Row], *cases: str, key: str = "tokens_per_s") -> dict[str, Row] | None:
     """Rows of these cases in the newest run that has all of them, measured and at full depth; None: no run has."""
     for run in sorted({row["run_id"] for row in rows}, reverse=True):
         found = {
@@ -45,7 +42,7 @@ def in_one_run(
             if row["run_id"] == run and row["case"] in cases and row["status"] == "ok" and row.get(key) is not None
         }
         is_full = all(row.get("full_layers") in (None, row.get("layers")) for row in found.values())
-        if (is_full or not at_full_depth) and len(found) == len(set(cases)):
+        if is_full and len(found) == len(set(cases)):
             return found
     return None
 
@@ -100,10 +97,7 @@ def zo_1() -> str:
         "that of both sides."
     )
     heads = ["", "MeZO GB", "ZO GB", "MeZO tokens/s", "ZO tokens/s", "ZO / MeZO"]
-    commands = [suite("zo_speed", "preset full", only=r"^t1\.")]
-    if any(row["case"].endswith(".whole") for row in used):
-        commands.append(suite("zo_speed", "preset paper", only=r"^t1\..*\.whole$"))
-    return _block(said, heads, body, used, *commands)
+    return _block(said, heads, body, used, suite("zo_speed", "preset paper", only=r"^t1\."))
 
 
 def _measured_or_needed(
@@ -126,28 +120,21 @@ def zo_2() -> str:
     rows, used, body = rows_of(*ZO_FILES), list[Row](), []
     features = ("no_overlap", "no_reuse_buffers", "no_fuse_update")
 
-    def ours(prefix: str, *, mezo: str, whole: str | None = None) -> list[str | None]:
-        """`whole`: the case of all features at the automatic interval, of a model at full depth; None: of a cut one."""
-        pairs = [(f"{prefix}.1.{feature}", f"{prefix}.1.all") for feature in features]
-        pairs += [(f"{prefix}.1.all", mezo)]
-        pairs += [(f"{prefix}.auto.{feature}", whole or f"{prefix}.auto.all") for feature in features[:2]]
+    def ours(size: str) -> list[str | None]:
+        every_step, chosen, in_table_1 = f"t2.{size}.1", f"t2.{size}.auto", f"t1.{size}.fp16"
+        pairs = [(f"{every_step}.{feature}", f"{every_step}.all") for feature in features]
+        pairs += [(f"{every_step}.all", f"{in_table_1}.mezo")]
+        pairs += [(f"{chosen}.{feature}", f"{in_table_1}.zo") for feature in features[:2]]
         cells = []
         for names in pairs:
-            found = in_one_run(rows, *names, at_full_depth=whole is not None) or {}
+            found = in_one_run(rows, *names) or {}
             used.extend(found.values())
             cells.append(over(found, *names))
         return cells
 
     for size, (mezo, *without, whole) in paper.ZO_TABLE_5.items():
         theirs = [*(value / whole for value in without), None if mezo is None else whole / mezo, None, None]
-        in_table_1 = f"t1.{size}.fp16"
-        cells = map(_times, theirs, ours(f"t2.{size}", mezo=f"{in_table_1}.mezo", whole=f"{in_table_1}.zo"))
-        body.append([f"OPT-{size.upper()}", *cells])
-    preset, only = "full", r"^(t1\..*fp16|t2\.)"
-    if not used:
-        cut = ours("t2", mezo="t2.mezo")
-        body += _cut_line(cut, used)
-        preset, only = "paper", r"^t2\."
+        body.append([f"OPT-{size.upper()}", *map(_times, theirs, ours(size))])
     said = (
         "Throughput with one feature off, as a share of that with all features; one column is all features beside "
         "MeZO. Blocks are written back every step, as in the paper, and in the last two columns at the interval that "
@@ -156,46 +143,27 @@ def zo_2() -> str:
     )
     heads = ["", "no overlap", "no reusable memory", "no efficient update", "all features / MeZO"]
     heads += ["no overlap, chosen interval", "no reusable memory, chosen interval"]
-    return _block(said, heads, body, used, suite("zo_speed", f"preset {preset}", only=only))
-
-
-def _cut_line(ours: Sequence[str | None], used: Sequence[Row], more: str = "") -> list[list[str]]:
-    """The line of a model with fewer layers than the paper's; nothing without rows."""
-    if not used:
-        return []
-    row = used[-1]
-    title = f"{row['shape'].upper()}{more}, {row['layers']} of {row['full_layers']} layers"
-    return [[title, *(_times(None, cell) for cell in ours)]]
+    return _block(said, heads, body, used, suite("zo_speed", "preset paper", only=r"^(t1\..*fp16|t2\.)"))
 
 
 def zo_3() -> str:
     rows, used, body = rows_of(*ZO_FILES), list[Row](), []
 
-    def ours(prefix: str, *, at_full_depth: bool) -> list[str | None]:
-        cells = []
-        for wire in ("fp16", "bf16", "fp8"):
-            names = f"{prefix}.{wire}", f"{prefix}.fp32"
-            found = in_one_run(rows, *names, at_full_depth=at_full_depth) or {}
-            used.extend(found.values())
-            cells.append(over(found, *names))
-        return cells
-
     for (compute, size), (plain, *narrow) in paper.ZO_TABLE_9.items():
-        cells = map(_times, [value / plain for value in narrow], ours(f"amp.{size}.{compute}", at_full_depth=True))
-        body.append([f"OPT-{size.upper()}, {compute}", *cells])
-    preset = "full"
-    if not used:
-        for compute in ("fp16", "bf16"):
-            cut = ours(f"amp.{compute}", at_full_depth=False)
-            body += _cut_line(cut, used, f", {compute}")
-        preset = "paper"
+        cells = [f"OPT-{size.upper()}, {compute}"]
+        for wire, theirs in zip(("fp16", "bf16", "fp8"), narrow, strict=True):
+            names = f"amp.{size}.{compute}.{wire}", f"amp.{size}.{compute}.fp32"
+            found = in_one_run(rows, *names) or {}
+            used += found.values()
+            cells.append(_times(theirs / plain, over(found, *names)))
+        body.append(cells)
     said = (
         "A float32 model computed under autocast in the dtype that a line names: throughput with blocks stored and "
         "moved in fewer bits, as a share of that in float32. One H200, random weights, one sequence of 2,048 tokens, "
         f"`master: wire`. {_CELLS} {RATIOS}"
     )
     heads = ["", "blocks in fp16", "in bf16", "in fp8"]
-    return _block(said, heads, body, used, suite("zo_speed", f"preset {preset}", only=r"^amp\."))
+    return _block(said, heads, body, used, suite("zo_speed", "preset paper", only=r"^amp\."))
 
 
 def zo_6() -> str:
@@ -239,17 +207,14 @@ def _checkpoints(rows: Sequence[Row], place: str, size: str) -> list[Row]:
 
 
 def zo_7_8() -> str:
-    rows, used, body, has_swept = rows_of(*ZO_FILES), list[Row](), [], False
+    rows, used, body = rows_of(*ZO_FILES), list[Row](), []
     for (batch, length), by_size in paper.ZO_TABLES_7_8.items():
         for size, (mezo_mb, zo_mb, mezo_speed, zo_speed) in by_size.items():
-            of_mezo, swept = f"t78.{size}.mezo", f"t78.{size}.zo"
-            names = [f"{swept}.{batch}x{length}", f"t1.{size}.fp16.zo"][: 2 if (batch, length) == (1, 2048) else 1]
-            found = next((found for name in [*names, swept] if (found := in_one_run(rows, name, of_mezo))), {})
-            has_swept |= swept in found
+            is_first = (batch, length) == (1, 2048)
+            names = f"t1.{size}.fp16.zo" if is_first else f"t78.{size}.zo.{batch}x{length}", f"t78.{size}.mezo"
+            found = in_one_run(rows, *names) or {}
             used += found.values()
-            mezo = found.get(of_mezo)
-            ours = next((row for row in found.values() if row is not mezo), None)
-            ours, mezo = (_point(row, batch, length) for row in (ours, mezo))
+            ours, mezo = (_point(found.get(name), batch, length) for name in names)
             memory = [None if row is None else gb(row["peak_gb"]) for row in (mezo, ours)]
             body.append(
                 [
@@ -264,9 +229,7 @@ def zo_7_8() -> str:
         "all of ZO's blocks streamed, `master: wire`. The paper's models are in float32, ours in fp16. "
         f"{_CELLS} {RATIOS}"
     )
-    if has_swept:
-        said += " In these rows one engine ran all inputs of a model; the command starts an engine for each input."
-    command = suite("zo_speed", "preset full", only=r"^(t1\..*fp16|t78\.)")
+    command = suite("zo_speed", "preset paper", only=r"^(t1\..*fp16|t78\.)")
     return _block(said, ["", "MeZO GB", "ZO GB", "ZO / MeZO"], body, used, command)
 
 
@@ -300,9 +263,7 @@ def zo_10() -> str:
         f"is that of the median step. {STEPS}"
     )
     heads = ["", "tokens", "layers", "limit GB", "GPU GB", "ms a step", "ms a layer", "run"]
-    commands = [suite("zo_speed", "preset paper --host-gb 100", only=r"^t10\.")]
-    if any("h200_zo_full" in row["file"] for row in newest.values()):
-        commands.append(suite("zo_speed", "preset full", only=r"^t10\."))
+    commands = [suite("zo_speed", f"preset paper{host}", only=r"^t10\.") for host in (" --host-gb 100", "")]
     return _block(said, heads, body, list(newest.values()), *commands)
 
 

@@ -20,9 +20,7 @@ from ds_zo.records.rows import Row
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
-METHODS = ("zo", "mezo", "adamw", "sgd")
-COPIES_HELD = {"mezo": 1, "sgd": 2, "adamw": 4}
-"""Of the parameters, by a method that keeps them on the device: weights, gradients, two moments."""
+METHODS = ("zo", "mezo")
 _LR, _ZO_EPS = 1e-7, 1e-3
 _SETTLING_STEPS = 2
 """The first step compares two ways to run, and an automatic placement moves blocks after it."""
@@ -96,7 +94,7 @@ def run_case(**settings: Any) -> Row:
         options: Row = {"stream": case.stream, "params": case.params, "resident": case.resident}
         prepared = zo(model, dtype=case.dtype, batch=case.pairs[0][0], lr=case.rate, **options)
     else:
-        prepared = in_memory(model, method=case.method, lr=case.rate)
+        prepared = mezo(model, lr=case.rate)
     row |= {"load_s": time.perf_counter() - start, **prepared.facts}
     points = []
     for i, (b, t) in enumerate(case.pairs):
@@ -114,12 +112,12 @@ def run_case(**settings: Any) -> Row:
 
 
 def _lacking_memory(row: Row, device: torch.device, cap_gb: float | None) -> Row | None:
-    """What an in-memory method would need where that is more than there is: recorded, not tried."""
-    if row["method"] not in COPIES_HELD or device.type != "cuda":
+    """What MeZO would need where that is more than there is: recorded, not tried."""
+    if row["method"] != "mezo" or device.type != "cuda":
         return None
     there = torch.cuda.get_device_properties(device).total_memory / 1e9
     there = there if cap_gb is None else min(there, cap_gb)
-    needed = row["parameters"] * DTYPES[row["dtype"]].itemsize * COPIES_HELD[row["method"]] / 1e9
+    needed = row["parameters"] * DTYPES[row["dtype"]].itemsize / 1e9
     return {"fits": False, "needs_gb": needed, "device_gb": there} if needed > there else None
 
 
@@ -166,26 +164,13 @@ def zo(
     return PreparedMethod(step, engine, facts)
 
 
-def in_memory(model: nn.Module, *, method: str, lr: float) -> PreparedMethod:
-    """MeZO with plain SDPA and no KV cache, or a first-order optimizer as PyTorch ships it."""
+def mezo(model: nn.Module, *, lr: float) -> PreparedMethod:
+    """In-memory MeZO with plain SDPA and no KV cache."""
+    from ds_zo.reference.mezo import MeZO
+
     model = materialise(model)
-    if method == "mezo":
-        from ds_zo.reference.mezo import MeZO
-
-        trainer = MeZO(model.eval(), lr=lr, zo_eps=_ZO_EPS)
-        return PreparedMethod(lambda ids: trainer.step(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss))
-    model.train()
-    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[method]
-    optimizer = kind(model.parameters(), lr=lr, fused=next(model.parameters()).is_cuda or None)
-
-    def step(ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    return PreparedMethod(step)
+    trainer = MeZO(model.eval(), lr=lr, zo_eps=_ZO_EPS)
+    return PreparedMethod(lambda ids: trainer.step(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss))
 
 
 def _measure(prepared: PreparedMethod, ids: torch.Tensor, *, warmup: int, steps: int, age: bool) -> Row:

@@ -1,5 +1,4 @@
-"""The cases of ZO's presets: `targets`, what the project set out to reach, `paper`, the ZO paper's tables with models
-cut in depth, and `full`, the same tables at full depth.
+"""The cases of ZO's presets: `targets`, what the project set out to reach, and `paper`, the ZO paper's tables.
 
 They are ordered so that a run that is cut off has its most telling rows. Random token ids stand for SST-2: a step costs
 what its shapes cost.
@@ -8,12 +7,11 @@ what its shapes cost.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.zo_case import COPIES_HELD, ZOCase
+from benchmarks.zo_case import ZOCase
 from ds_zo.bench.runner import Case
 from ds_zo.planner.shapes import BLOOM, OPT
 
@@ -105,125 +103,81 @@ TARGETS: dict[str, tuple[Target, ...]] = {
 """By case of `targets`."""
 
 _TABLE_1 = (
-    # shape, layers at fp16, layers at fp32: all where None
-    ("opt-1.3b", None, None),
-    ("opt-6.7b", None, 16),
-    ("opt-13b", 16, 8),
-    ("opt-30b", 6, 4),
-    ("opt-66b", 4, 3),
-    ("opt-2.7b", None, 16),
-    ("opt-125m", None, None),
-    ("opt-350m", None, None),
-)
-"""Depth is cut, for MeZO too, where loading would take longer than all else; `targets` has the full ones."""
-_ABLATED = ("overlap", "reuse_buffers", "fuse_update")
-_SWEEP = ((1, 2048), (2, 2048), (4, 2048), (8, 2048), (1, 1024), (1, 4096), (1, 8192))
-
-
-def paper(*, host_gb: float = 12.0) -> list[Case]:
-    """`host_gb` is what the models too large for any host may take of it: it decides their depth (Table 10)."""
-    return [_MACHINE_CASE, *_paper(host_gb)]
-
-
-def _paper(host_gb: float) -> list[Case]:
-    return [
-        *_table_1(_TABLE_1[:3]),
-        *_ablations("opt-6.7b", layers=8),
-        *_amp("opt-6.7b", layers=4),
-        *_table_1(_TABLE_1[3:5]),
-        *_sweeps(),
-        *_table_10(host_gb),
-        *_figure_1(),
-        *_table_1(_TABLE_1[5:]),
-        *_too_large(),
-    ]
-
-
-def _table_1(sizes: Sequence[tuple[str, int | None, int | None]]) -> Iterator[Case]:
-    """MeZO and ZO, fp16 and fp32, every block streamed."""
-    for shape, fp16_layers, fp32_layers in sizes:
-        size = shape.partition("-")[2]
-        for dtype, layers in (("fp16", fp16_layers), ("fp32", fp32_layers)):
-            slow = dtype == "fp32" and _num_parameters(shape, layers) > 2e9
-            common: dict[str, Any] = {"dtype": dtype, "layers": layers, "warmup": 2, "steps": 3 if slow else 6}
-            yield _case(f"t1.{size}.{dtype}.mezo", shape, "mezo", **common)
-            # Where float32 products take most of a step, a few pending updates more are not seen.
-            yield _case(f"t1.{size}.{dtype}.zo", shape, stream=_STREAMED, **common, age=not slow)
-
-
-_FULL_TABLE_1 = (
     # shape, dtypes: as far as 128 GiB of host memory go
     *((f"opt-{size}", ("fp16", "fp32")) for size in ("13b", "6.7b", "1.3b")),
     ("opt-30b", ("fp16",)),
     *((f"opt-{size}", ("fp16", "fp32")) for size in ("2.7b", "350m", "125m")),
 )
+_ABLATED = ("overlap", "reuse_buffers", "fuse_update")
+_SWEEP = ((1, 2048), (2, 2048), (4, 2048), (8, 2048), (1, 1024), (1, 4096), (1, 8192))
 
 
-def full() -> list[Case]:
-    """Tables 1 to 3, 5 and 7 to 10 at full depth, MeZO beside ZO in one run. `checkpoint_speed` has Table 6."""
-    return [_MACHINE_CASE, *_full()]
+def paper(*, host_gb: float = 24.0) -> list[Case]:
+    """Tables 1 to 3, 5 and 7 to 10 at full depth, MeZO beside ZO in one run. `checkpoint_speed` has Table 6. `host_gb`
+    is what the models too large for any host may take of it: it decides their depth (Table 10)."""
+    return [_MACHINE_CASE, *_paper(host_gb)]
 
 
-def _full() -> Iterator[Case]:
-    for shape, dtypes in _FULL_TABLE_1:
-        yield from (case for case in _table_1([(shape, None, None)]) if case.name.split(".")[-2] in dtypes)
+def _paper(host_gb: float) -> Iterator[Case]:
+    for shape, dtypes in _TABLE_1:
+        for dtype in dtypes:
+            yield from _table_1(shape, dtype)
     fp8 = {**_STREAMED, "wire_dtype": "fp8"}
     yield _case("t1.66b.fp8.zo", "opt-66b", stream=fp8, dtype="fp16", warmup=2, steps=4)
     for size in ("6.7b", "1.3b", "13b"):
-        yield from _not_in_table_1(_ablations(f"opt-{size}", prefix=f"t2.{size}"))
+        yield from _ablations(size)
     for size in ("6.7b", "2.7b", "1.3b"):
-        yield from _amp(f"opt-{size}", prefix=f"amp.{size}")
-    yield from _not_in_table_1(_sweeps((("opt-6.7b", None), ("opt-2.7b", None), ("opt-1.3b", None))))
-    yield from (case for case in _table_10(24.0) if case.name.startswith("t10.bloom-176b.2048"))
+        yield from _amp(size)
+    for size in ("6.7b", "2.7b", "1.3b"):
+        yield from _sweep(size)
+    yield from _table_10(host_gb)
+    yield from _too_large()
 
 
-def _not_in_table_1(cases: Iterable[Case]) -> Iterator[Case]:
-    """Without those that Table 1's fp16 cases of a size measure: MeZO and ZO with all features, one sequence of 2,048
-    tokens. Tables 7 and 8 have a MeZO case for all inputs."""
-    for case in cases:
-        if not re.fullmatch(r"t2\..*\.(mezo|auto\.all)|t78\..*\.zo\.1x2048", case.name):
-            yield case
+def _table_1(shape: str, dtype: str) -> Iterator[Case]:
+    """MeZO and ZO, every block streamed."""
+    slow = dtype == "fp32" and _num_parameters(shape) > 2e9
+    common: dict[str, Any] = {"dtype": dtype, "warmup": 2, "steps": 3 if slow else 6}
+    name = f"t1.{shape.partition('-')[2]}.{dtype}"
+    yield _case(f"{name}.mezo", shape, "mezo", **common)
+    # Where float32 products take most of a step, a few pending updates more are not seen.
+    yield _case(f"{name}.zo", shape, stream=_STREAMED, **common, age=not slow)
 
 
-def _ablations(shape: str, *, layers: int | None = None, prefix: str = "t2") -> Iterator[Case]:
-    """Tables 2 and 5: each feature off, written back every step as in the paper, and at the automatic interval."""
-    common: dict[str, Any] = {"dtype": "fp16", "layers": layers, "steps": 5}
-    yield _case(f"{prefix}.mezo", shape, "mezo", **common)
-    for interval in (1, None):
-        stream = {**_STREAMED, "writeback_interval": interval}
-        label = "auto" if interval is None else str(interval)
-        yield _case(f"{prefix}.{label}.all", shape, stream=stream, **common)
-        for feature in _ABLATED:
-            if interval == 1 or feature != "fuse_update":  # a sweep of its own folds every step
-                yield _case(f"{prefix}.{label}.no_{feature}", shape, stream={**stream, feature: False}, **common)
+def _ablations(size: str) -> Iterator[Case]:
+    """Tables 2 and 5: each feature off, written back every step as in the paper, and at the automatic interval. MeZO,
+    and all features at the automatic interval, are the fp16 cases of Table 1."""
+    common: dict[str, Any] = {"dtype": "fp16", "steps": 5}
+    every_step = {**_STREAMED, "writeback_interval": 1}
+    yield _case(f"t2.{size}.1.all", f"opt-{size}", stream=every_step, **common)
+    for label, stream, features in (("1", every_step, _ABLATED), ("auto", _STREAMED, _ABLATED[:2])):
+        for feature in features:  # without a fused update, every step writes back
+            name = f"t2.{size}.{label}.no_{feature}"
+            yield _case(name, f"opt-{size}", stream={**stream, feature: False}, **common)
 
 
-def _amp(shape: str, *, layers: int | None = None, prefix: str = "amp") -> Iterator[Case]:
-    """Tables 3 and 9: a float32 model, computed under autocast, stored and carried in fewer bits. TF32, which the paper
-    has not, at a cut depth only."""
-    for compute in ("bf16", "fp16", "tf32") if layers else ("fp16", "bf16"):
+def _amp(size: str) -> Iterator[Case]:
+    """Tables 3 and 9: a float32 model, computed under autocast, stored and carried in fewer bits."""
+    for compute in ("fp16", "bf16"):
         for wire in ("fp32", "fp16", "bf16", "fp8"):
             yield _case(
-                f"{prefix}.{compute}.{wire}",
-                shape,
+                f"amp.{size}.{compute}.{wire}",
+                f"opt-{size}",
                 dtype="fp32",
-                layers=layers,
                 params={"compute_dtype": compute},
                 stream={**_STREAMED, "wire_dtype": wire},
                 steps=5,
             )
 
 
-def _sweeps(models: Sequence[tuple[str, int | None]] = (("opt-1.3b", None), ("opt-6.7b", 8))) -> Iterator[Case]:
+def _sweep(size: str) -> Iterator[Case]:
     """Tables 7 and 8: batches of 1 to 8 and lengths of 1,024 to 8,192. MeZO's on one loaded model; ZO chooses its
-    interval by the first step, so each input has an engine of its own."""
-    for shape, layers in models:
-        size = shape.partition("-")[2]
-        common: dict[str, Any] = {"dtype": "fp16", "layers": layers, "warmup": 2, "steps": 3}
-        yield _case(f"t78.{size}.mezo", shape, "mezo", inputs=[list(pair) for pair in _SWEEP], **common)
-        for batch, length in _SWEEP:
-            name = f"t78.{size}.zo.{batch}x{length}"
-            yield _case(name, shape, stream=_STREAMED, batch=batch, length=length, **common)
+    interval by the first step, so each input has an engine of its own. ZO's first input is in Table 1."""
+    common: dict[str, Any] = {"dtype": "fp16", "warmup": 2, "steps": 3}
+    yield _case(f"t78.{size}.mezo", f"opt-{size}", "mezo", inputs=[list(pair) for pair in _SWEEP], **common)
+    for batch, length in _SWEEP[1:]:
+        name = f"t78.{size}.zo.{batch}x{length}"
+        yield _case(name, f"opt-{size}", stream=_STREAMED, batch=batch, length=length, **common)
 
 
 def _table_10(host_gb: float) -> Iterator[Case]:
@@ -254,14 +208,6 @@ def _table_10(host_gb: float) -> Iterator[Case]:
         )
 
 
-def _figure_1() -> Iterator[Case]:
-    """Memory of first-order methods in float32; MeZO's and ZO's is in Table 1. What needs more than there is becomes a
-    row that says how much."""
-    for shape in ("opt-6.7b", "opt-13b", "opt-30b"):
-        for method in ("sgd", "adamw"):
-            yield _case(f"f1.{shape.partition('-')[2]}.{method}", shape, method, dtype="fp32", warmup=1, steps=1)
-
-
 def _too_large() -> Iterator[Case]:
     """The cells of Table 1 at full depth that neither 128 GiB of host memory nor this GPU hold: rows that say what they
     need."""
@@ -271,7 +217,7 @@ def _too_large() -> Iterator[Case]:
         yield _case(f"t1.{size}.{dtype}.zo.whole", shape, stream=_STREAMED, dtype=dtype, warmup=1, steps=2)
 
 
-def everything(*, host_gb: float = 12.0) -> list[Case]:
+def everything(*, host_gb: float = 24.0) -> list[Case]:
     """Both presets and a recorded step, as one run: what they share is measured once."""
     step = {"shape": "opt-6.7b", "layers": 8, "dtype": "bf16", "stream": dict(_STREAMED)}
     timeline = Case("timeline", "benchmarks.timeline:record", step, timeout_s=90, expected_s=_TIMELINE_S)
@@ -285,7 +231,7 @@ def hosts() -> list[Case]:
     return [_case(f"hosts.1.3b.{b}x{t}", "opt-1.3b", batch=b, length=t, **alike) for b, t in inputs]
 
 
-PRESETS = {"targets": targets, "paper": paper, "full": full, "hosts": hosts, "all": everything}
+PRESETS = {"targets": targets, "paper": paper, "hosts": hosts, "all": everything}
 _MACHINE_CASE = Case("machine", MACHINE, timeout_s=90, expected_s=_MACHINE_S)
 
 
@@ -372,13 +318,12 @@ def estimate_s(case: ZOCase) -> float:
     numel = _num_parameters(case.shape, case.layers)
     gb = stored_gb(case)
     crossing_gb = stored_gb(replace(case, stream={**stream, "master": "wire"}))  # low planes seldom cross the link
-    passes = 2 if case.method in ("zo", "mezo") else 3
-    if numel * _NBYTES[case.dtype] * COPIES_HELD.get(case.method, 0) > _DEVICE_BYTES:
+    if case.method == "mezo" and numel * _NBYTES[case.dtype] > _DEVICE_BYTES:
         return _LOOK_S  # recorded, not run
     total = _START_S + gb * 1e9 / _PIN + (_ENGINE_S if case.method == "zo" else 0.0)
     for i, (batch, length) in enumerate(case.pairs):
-        busy = passes * 2 * numel * batch * length / _FLOPS[compute]
-        busy += numel / _NOISE * _SWEEPS.get(case.method, 0.0)
+        busy = 2 * 2 * numel * batch * length / _FLOPS[compute]
+        busy += numel / _NOISE * _SWEEPS[case.method]
         link = crossing_gb * 1e9 / _LINK
         step = max(busy, link)
         warmup = case.warmup

@@ -37,7 +37,6 @@ def _run_parts(run_id: str, rows: Rows) -> list[str]:
         ("Tables 3 and 9: compute and wire of a float32 model", amp_table),
         ("Tables 7 and 8: batch and length, fp16", sweep_table),
         ("Table 10: layers of models larger than the host", table_10),
-        ("Figure 1: peak GPU memory, float32, GB", figure_1),
     )
     parts = [_machine(run_id, rows)]
     for title, make in tables:
@@ -280,9 +279,8 @@ def ablation_table(rows: Rows) -> str | None:
         prefix, _, asked = prefix.rpartition(".")
         if not name.startswith("t2.") or row.get("method") == "mezo":
             continue
-        whole = rows.get(f"{prefix}.{asked}.all", {})
-        if not whole and asked == "auto":
-            whole = rows.get(f"t1.{prefix.removeprefix('t2.')}.fp16.zo", {})
+        in_table_1 = f"t1.{prefix.removeprefix('t2.')}.fp16.zo"
+        whole = rows.get(in_table_1 if asked == "auto" else f"{prefix}.{asked}.all", {})
         cells = [str(row.get("shape")), rest.replace("_", " "), asked, str(row.get("interval", "")), _depth(row)]
         ratio = ratio_to_mezo(row, rows) if row.get("tokens_per_s") else None
         body.append([*cells, _number(row.get("tokens_per_s")), _over(row, whole, "tokens_per_s"), _number(ratio)])
@@ -329,24 +327,6 @@ def table_10(rows: Rows) -> str | None:
         body.append([*cells, _number(row.get("tokens_per_s")), _number(layer_ms), str(row.get("status", "ok"))])
     heads = ["model", "layers", "wire", "cap GB", "GPU GB", "tokens/s at this depth", "ms a layer", "status"]
     return table(heads, body) if body else None
-
-
-def figure_1(rows: Rows) -> str | None:
-    if not any(name.startswith("f1.") for name in rows):
-        return None
-    body = []
-    for size in _sizes(rows, "f1."):
-        cells = [size]
-        for method in ("adamw", "sgd", "mezo", "zo"):
-            row = rows.get(f"f1.{size}.{method}") or rows.get(f"t1.{size}.fp32.{method}") or {}
-            text = _number(row.get("peak_gb"))
-            if row.get("fits") is False:
-                text = f"needs {row['needs_gb']:.0f}"
-            elif text and row.get("layers") != row.get("full_layers"):
-                text += f" ({_depth(row)} layers)"
-            cells.append(text or str(row.get("status", "")))
-        body.append(cells)
-    return table(["size", "AdamW", "SGD", "MeZO", "ZO"], body)
 
 
 def _sizes(rows: Rows, prefix: str) -> list[str]:

@@ -43,39 +43,27 @@ def test_a_line_is_of_the_newest_run_that_has_all_of_it_at_full_depth(results: P
     cut = [row("t1.1.3b.fp16.mezo", "2", 9000.0, layers=4), row("t1.1.3b.fp16.zo", "2", 9000.0, layers=4)]
     half = [row("t1.1.3b.fp16.zo", "3", 7000.0), row("t1.66b.fp16.zo", "3", 300.0)]
     write(results, "h200_zo_targets.jsonl", [*old, *cut])
-    write(results, "h200_zo_full.jsonl", half)
+    write(results, "h200_zo_paper.jsonl", half)
     made = paper_pages.zo_1()
     speeds = "6,788 / 1,000 (500 to 2,000, 3) | 6,788 / 1,500 (750 to 3,000, 3) | 1.00 / 1.50 (0.38 to 6.00)"
     assert f"| OPT-1.3B, fp16 | 4.9 / 2.0 | 2.7 / 2.0 | {speeds} |" in made
     assert "| OPT-66B, fp16 | out of memory / not measured | 14.1 / 2.0 |" in made
-    assert ", runs 1, 3. Made by `python -m benchmarks.zo_speed preset full --only '^t1\\.' --out rows.jsonl`." in made
+    assert ", runs 1, 3. Made by `python -m benchmarks.zo_speed preset paper --only '^t1\\.' --out rows.jsonl`." in made
     narrow = row("t1.66b.fp8.zo", "3", 400.0)
     needs = row("t1.175b.fp16.mezo.whole", "3", 1.0) | {"needs_gb": 349.2, "tokens_per_s": None}
     skipped = {"case": "t1.175b.fp16.zo.whole", "run_id": "3", "status": "skipped"}
     skipped |= {"error": "not run: planned 367.3 of 129.2 GB of host memory"}
-    write(results, "h200_zo_full.jsonl", [narrow, needs, skipped])
+    write(results, "h200_zo_paper.jsonl", [narrow, needs, skipped])
     made = paper_pages.zo_1()
     assert "| OPT-66B, fp16, ours with blocks in fp8 | out of memory / not measured | 14.1 / 2.0 |" in made
     large = "out of memory / would take 349 GB | 24.7 / would take 367 GB of host memory | out of memory / not run"
-    assert (
-        f"| OPT-175B, fp16 | {large} | 37 / not run |  |" in made and r"preset paper --only '^t1\..*\.whole$'" in made
-    )
+    assert f"| OPT-175B, fp16 | {large} | 37 / not run |  |" in made
     ablation = [row("t2.13b.1.all", "4", 400.0), row("t2.13b.1.no_overlap", "4", 100.0)]
     ablation += [row("t1.13b.fp16.mezo", "4", 200.0), row("t1.13b.fp16.zo", "4", 800.0)]
-    write(results, "h200_zo_full.jsonl", [*ablation, row("t2.13b.auto.no_overlap", "4", 600.0)])
+    write(results, "h200_zo_paper.jsonl", [*ablation, row("t2.13b.auto.no_overlap", "4", 600.0)])
     gap, chosen = "0.38 / not measured | 0.73 / not measured", " / 0.75 (0.19 to 3.00)"
     line = f"| OPT-13B | 0.39 / 0.25 (0.06 to 1.00) | {gap} | 1.00 / 2.00 (0.50 to 8.00) | {chosen} |  |"
     assert line in paper_pages.zo_2()
-
-
-def test_a_model_with_fewer_layers_is_shown_where_no_whole_one_is(results: Path) -> None:
-    cut: Row = {"layers": 8, "shape": "opt-6.7b", "full_layers": 32, "seconds": []}
-    cases = [row("t2.1.all", "1", 100.0, **cut), row("t2.1.no_overlap", "1", 40.0, **cut)]
-    write(results, "h200_zo_targets.jsonl", cases)
-    assert "| OPT-6.7B, 8 of 32 layers |  / 0.40 |  |  |  |  |  |" in paper_pages.zo_2()
-    whole = [row("t2.13b.1.all", "2", 400.0), row("t2.13b.1.no_overlap", "2", 100.0)]
-    write(results, "h200_zo_full.jsonl", whole)
-    assert "layers |" not in paper_pages.zo_2()
 
 
 def test_tables_7_and_8_set_an_input_beside_the_same_of_mezo(results: Path) -> None:
@@ -87,7 +75,7 @@ def test_tables_7_and_8_set_an_input_beside_the_same_of_mezo(results: Path) -> N
         "points": [{key: point[key] for key in point if key != "run_id"} for point in points]
     }
     ours = [measured("t1.1.3b.fp16.zo", 1, 120.0), measured("t78.1.3b.zo.2x2048", 2, 150.0)]
-    write(results, "h200_zo_full.jsonl", [mezo, *ours])
+    write(results, "h200_zo_paper.jsonl", [mezo, *ours])
     made = paper_pages.zo_7_8()
     assert "| OPT-1.3B, 1 x 2,048 | 9.1 / 2.0 | 4.4 / 2.0 | 1.00 / 1.20 (0.30 to 4.80) |" in made
     assert "| OPT-1.3B, 2 x 2,048 | 10.8 / 2.0 | 6.6 / 2.0 | 1.00 / 1.50 (0.38 to 6.00) |" in made

