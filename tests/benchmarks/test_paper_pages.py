@@ -55,7 +55,9 @@ def test_a_line_is_of_the_newest_run_that_has_all_of_it_at_full_depth(results: P
     skipped |= {"error": "not run: planned 367.3 of 129.2 GB of host memory"}
     write(results, "h200_zo_paper.jsonl", [narrow, needs, skipped])
     made = paper_pages.zo_1()
-    assert "| OPT-66B, fp16, ours with blocks in fp8 | out of memory / not measured | 14.1 / 2.0 |" in made
+    assert "| OPT-66B, fp16, our ZO with blocks in fp8 | out of memory / not measured | 14.1 / 2.0 |" in made
+    write(results, "h200_zo_paper.jsonl", [narrow, row("t1.66b.fp16.mezo", "3", 200.0), needs, skipped])
+    assert "| 273 / 400 (200 to 800, 3) |  / 2.00 (0.50 to 8.00) |" in (made := paper_pages.zo_1())
     large = "out of memory / would take 349 GB | 24.7 / would take 367 GB of host memory | out of memory / not run"
     assert f"| OPT-175B, fp16 | {large} | 37 / not run |  |" in made
     ablation = [row("t2.13b.1.all", "4", 400.0), row("t2.13b.1.no_overlap", "4", 100.0)]
