@@ -76,7 +76,7 @@ class LSPCase(TrainingCase):
 
 def speed(**settings: Any) -> Row:
     """Measures one `LSPCase` in this process. The row of `then_batch` is under `then`, those of all links but the first
-    under `links`, by GB/s. A compiler that fails ends the case."""
+    under `links`, by GB/s, without the seconds of forward and backward. A compiler that fails ends the case."""
     case = LSPCase(**settings)
     where = start_device(case.device, cap_gb=case.cap_gb)
     with ExitStack() as stack:
@@ -115,13 +115,14 @@ def _speed(case: LSPCase, where: torch.device, stack: ExitStack) -> Row:
         first_step_s = time.perf_counter() - begin - load_s
     counts = _Counts(case.warmup, case.steps, case.max_s, period=ALL[method].period if method in ALL else 1)
 
-    def on_this_link() -> Row:
-        row = _measured(trainer, ids, counts, where)
+    def on_this_link(*, is_first: bool = False) -> Row:
+        row = _measured(trainer, ids, counts, where, parts=is_first)
         row["host_gb_added"] = row["host_peak_gb"] - host_before_gb
         if case.take_apart:
             row |= _taken_apart(trainer, ids, counts, where)
         if case.then_batch is not None:
-            row["then"] = _measured(trainer, random_batch(model, case.then_batch, case.length, where), counts, where)
+            ids_then = random_batch(model, case.then_batch, case.length, where)
+            row["then"] = _measured(trainer, ids_then, counts, where, parts=is_first)
             row["then"]["host_gb_added"] = row["then"]["host_peak_gb"] - host_before_gb
         return row
 
@@ -139,7 +140,7 @@ def _speed(case: LSPCase, where: torch.device, stack: ExitStack) -> Row:
         **trainer.facts,
     }
     with on_link(first_link):
-        row |= on_this_link()
+        row |= on_this_link(is_first=True)
         if case.slow_host:
             row |= slow_host_row(lambda: trainer.step(ids), steps=case.steps, device=where)
     for link in other_links:
@@ -173,16 +174,18 @@ class _Counts:
         return measure_steps(lambda: trainer.step(ids), warmup=warmup, **options)
 
 
-def _measured(trainer: Trainer, ids: Batch, counts: _Counts, where: torch.device) -> Row:
-    """Of batches like this one. A step is the median's, but a mean where steps differ in turns."""
+def _measured(trainer: Trainer, ids: Batch, counts: _Counts, where: torch.device, *, parts: bool) -> Row:
+    """Of batches like this one. A step is the median's, but a mean where steps differ in turns. `parts`: also the
+    seconds of forward, backward and update, by steps of their own."""
     measured = counts.measure(trainer, ids, where, warmup=counts.warmup - 1)
     if counts.period > 1:
         measured["step_s"] = measured["step_wall_s"]
     batch, length = ids["input_ids"].shape
-    repeats = 4 if counts.max_s is None or 4 * measured["step_s"] < counts.max_s else 2
-    parts = part_seconds(trainer, lambda: ids, where, steps=-(-repeats // counts.period) * counts.period)
-    rates = {"batch": batch, "length": length, "tokens_per_s": batch * length / measured["step_s"]}
-    return {**rates, **measured, **parts}
+    row: Row = {"batch": batch, "length": length, "tokens_per_s": batch * length / measured["step_s"], **measured}
+    if parts:
+        repeats = 4 if counts.max_s is None or 4 * measured["step_s"] < counts.max_s else 2
+        row |= part_seconds(trainer, lambda: ids, where, steps=-(-repeats // counts.period) * counts.period)
+    return row
 
 
 # [Note: taken apart by switching off]
