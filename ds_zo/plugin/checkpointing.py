@@ -24,7 +24,7 @@ from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.adapters import base_of, description
 from ds_zo.checkpoint.errors import reading_content
 from ds_zo.checkpoint.export import saved_weights, weights_by_name, write_model_file
-from ds_zo.checkpoint.manifest import Manifest, is_unfinished, suggest_complete
+from ds_zo.checkpoint.manifest import Manifest, is_trainers, is_unfinished, suggest_complete
 from ds_zo.checkpoint.reader import Saved, is_ours, open_checkpoint, point_of, tag_to_load
 from ds_zo.checkpoint.recorder import read_logs
 from ds_zo.checkpoint.rng import check_random_states, random_states, set_random_states
@@ -281,7 +281,8 @@ class CheckpointingEngine(DeepSpeedEngine):
             for group, values in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update({name: value for name, value in values.items() if name != "params"})
             self._load_random_states(saved.engine_state["ranks"])
-            self._continue_trajectory(saved, folder, logs, newest=tag is None)
+            # Trainer would make replayed steps a second time: it does not know that they are made.
+            self._continue_trajectory(saved, folder, logs, newest=tag is None and not is_trainers(folder))
         return str(saved.folder), client
 
     def _load_counters(self, saved: Saved, load_lr_scheduler_states: bool) -> None:
