@@ -306,6 +306,8 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path, capsys: Any) -> None:
     assert "needs a checkpoint of a PEFT model" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path / "saves"), str(tmp_path / "out"), "--base", str(tmp_path)]) == 1
     assert "add --merge (--base)" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path / "saves"), str(tmp_path / "out"), "--dtype", "bf16"]) == 1
+    assert "add --merge (--dtype)" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_base_inside_the_checkpoint_is_merged(tmp_path: Path) -> None:
