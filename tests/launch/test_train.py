@@ -82,6 +82,29 @@ def weights(output: Path, name: str = "model") -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(output / name, dtype=torch.float32).state_dict()
 
 
+@pytest.mark.usefixtures("single_process")
+def test_a_resumed_run_says_what_it_cannot_go_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another learning rate, another batch size of groups, and another folder than that of the best model."""
+    path = write_config(tmp_path, ZO)
+    config = json.loads(path.read_text())
+    del config["scheduler"]
+    path.write_text(json.dumps(config))
+    common = ["--deepspeed", str(path), "--skip-zero-shot", "--num-eval", "2", "--num-train", "16", "--lr", "1e-9"]
+    common += ["--group-by-length", "--eval-every", "1"]
+    first = tmp_path / "first"
+    run(parse_args([*common, "--steps", "2", "--save-every", "2", "--output-dir", str(first)]))
+    again = [*common, "--steps", "3", "--resume", str(first / "checkpoints"), "--output-dir", str(tmp_path / "other")]
+    with pytest.raises(ValueError, match=r"which is 1e-09, got 1e-05: leave it out, .* \(--lr\)"):
+        run(parse_args([*again, "--lr", "1e-5"]))
+    with pytest.raises(ValueError, match=r"the checkpoint has 4, got 8 \(--batch-size\)"):
+        run(parse_args([*again, "--batch-size", "8"]))
+    capsys.readouterr()
+    summary = run(parse_args(again))
+    assert summary is not None and summary.model_folder is None and not (tmp_path / "other" / "model").exists()
+    printed = capsys.readouterr().out
+    assert f"is not in {tmp_path / 'other' / 'model'}" in printed and "the best is elsewhere" in printed
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [SGD, ZO], ids=["DeepSpeed's engine", "ours"])
 def test_resume_equals_uninterrupted(tmp_path: Path, succeed: Succeed, optimizer: dict) -> None:
