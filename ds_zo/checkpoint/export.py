@@ -135,6 +135,9 @@ def write_model_folder(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"OUT must be a new or empty folder, got {out}, which exists: name another one (OUT)")
+    out = out.resolve()  # a link to an empty folder stays a link
+    if out == Path.cwd():
+        raise CheckpointError(f"OUT replaces a folder and must not be the current one, got {out}: name another (OUT)")
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = files.temporary_path(out)
     files.remove(temporary)

@@ -63,6 +63,21 @@ def test_an_exported_checkpoint_loads_as_the_model(kind: str, name: str, tied: b
     assert all(value.numel() > 0 and torch.equal(value, expected[key]) for key, value in whole.items())
 
 
+def test_export_follows_links_and_leaves_the_current_folder(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    engine = engine_for(tiny_model("llama"), JSONS["fp32"])
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    (tmp_path / "an empty folder").mkdir()
+    for name in ("an empty folder", "a new folder"):
+        link = tmp_path / f"to {name}"
+        link.symlink_to(name)
+        assert cli.main(["export", str(tmp_path / "saves"), str(link)]) == 0
+        assert link.is_symlink() and (tmp_path / name / "model.safetensors").is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert cli.main(["export", str(tmp_path / "saves"), "."]) == 1
+    assert "must not be the current one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["ZO", "LOMO"])
 def test_a_peft_model_is_exported_as_the_model_and_its_adapter(kind: str, tmp_path: Path) -> None:
     """Of LoRA beside LOMO both are new: PEFT's own `save_pretrained` would keep the adapter alone."""
