@@ -83,6 +83,17 @@ def weights(output: Path, name: str = "model") -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("flag", ["--output-dir", "--results"])
+def test_a_folder_that_cannot_be_written_to_is_told_before_training(flag: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = ["--deepspeed", str(write_config(tmp_path, ZO)), "--steps", "1", "--num-eval", "2", "--skip-zero-shot"]
+    words += ["--output-dir", str(tmp_path / "out"), flag, str(tmp_path / "file" / "name")]
+    with pytest.raises(ValueError, match=rf"write to {tmp_path / 'file'}.* got .*: name another folder \({flag}\)"):
+        run(parse_args(words))
+    assert not (tmp_path / "out" / "model").exists()
+
+
+@pytest.mark.usefixtures("single_process")
 def test_a_resumed_run_says_what_it_cannot_go_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another learning rate, another batch size of groups, and another folder than that of the best model."""
     path = write_config(tmp_path, ZO)
