@@ -278,6 +278,7 @@ MALFORMED: list[tuple[str, dict[str, Any], list[str], str]] = [
     ("ZO", {"tensor_parallel": {"autotp_size": 4}}, ["shards"], "tensor_parallel"),
     ("LSP", {"tensor_parallel": {"tp": {"tp_size": 2}}}, ["shards"], "tensor_parallel"),
     ("LOMO", {"hybrid_engine": {"enabled": True}}, ["hybrid engine"], "hybrid_engine"),
+    ("ZO", {"checkpoint": {"load_universal": True}}, ["universal", "set it to false"], "checkpoint.load_universal"),
     ("ZO", {"expert_parallel": {"enabled": True}}, ["experts"], "expert_parallel"),
     ("ZO", {"sequence_parallel_size": 2}, ["whole sequences", "set it to 1"], "sequence_parallel_size"),
     ("ZO", {"ds_zo.compile_blocks": True}, ["belongs to LOMO", "CUDA graphs", "leave it out"], "ds_zo.compile_blocks"),

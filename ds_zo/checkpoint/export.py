@@ -101,22 +101,28 @@ def write_model_file(path: Path, stream: Stream, *, aliases: Mapping[str, str]) 
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = files.temporary_path(path)
+    pickled = temporary.with_name(temporary.name + ".bin")
     files.remove(temporary)
     try:
         _write_shards(temporary.parent, {temporary.name: stream[0]}, stream[1])
         if path.suffix != ".safetensors":
-            pickled = temporary.with_name(temporary.name + ".bin")
             with safe_open(temporary, framework="pt") as file:  # memory-mapped, so not a second copy in host memory
                 state = {spec.name: file.get_tensor(spec.name) for spec in stream[0]}
                 state |= {alias: state[name] for alias, name in aliases.items() if name in state}
-                torch.save(state, pickled)
-            files.remove(temporary)
-            temporary = pickled
-        files.rename(temporary, path)
+                _pickle(state, pickled)
+        files.rename(temporary if path.suffix == ".safetensors" else pickled, path)
     except OSError as error:
         raise CheckpointError(f"{path} was not written: {error}; free disk space or name another path") from error
     finally:
         files.remove(temporary)
+        files.remove(pickled)
+
+
+def _pickle(state: Mapping[str, torch.Tensor], path: Path) -> None:
+    try:
+        torch.save(state, path)
+    except RuntimeError as error:  # torch's own writer raises it where the disk is full
+        raise OSError(str(error).partition("\n")[0]) from error
 
 
 def write_model_folder(
@@ -135,6 +141,9 @@ def write_model_folder(
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"OUT must be a new or empty folder, got {out}, which exists: name another one (OUT)")
+    out = out.resolve()  # a link to an empty folder stays a link
+    if out == Path.cwd():
+        raise CheckpointError(f"OUT replaces a folder and must not be the current one, got {out}: name another (OUT)")
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = files.temporary_path(out)
     files.remove(temporary)

@@ -184,6 +184,13 @@ def suggest_complete(save_dir: Path, *, but: str) -> str:
 
 _TRAINER_FOLDER = re.compile(r"checkpoint-(\d+)")
 """Name of a folder that HF Trainer makes: it holds one save of ours, and Trainer's own files."""
+_TRAINER_STATE = "trainer_state.json"
+"""The file with Trainer's own step count, which it writes last."""
+
+
+def is_trainers(save_dir: Path) -> bool:
+    """Whether HF Trainer made the folder. It continues at the step that its own file names."""
+    return (save_dir / _TRAINER_STATE).is_file()
 
 
 def newest_complete(output_dir: str | Path, *, but: str | None = None) -> str | None:
@@ -202,7 +209,7 @@ def newest_complete(output_dir: str | Path, *, but: str | None = None) -> str | 
             if tag is None:
                 continue
             check_sizes(folder_of(beside, tag), read_manifest(folder_of(beside, tag)))
-            json.loads((beside / "trainer_state.json").read_text(encoding="utf-8"))  # Trainer's last file
+            json.loads((beside / _TRAINER_STATE).read_text(encoding="utf-8"))
         except (CheckpointError, OSError, ValueError, RecursionError):
             continue
         return str(beside)

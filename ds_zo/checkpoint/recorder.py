@@ -328,8 +328,8 @@ def _of_earliest_base(logs: list[Trajectory], *, step: int) -> Trajectory | None
     for log in logs:
         if log.end_step > step:
             logger.warning(
-                f"ds_zo: {log.path} holds the steps from {step} to {log.end_step}, which are not replayed because a "
-                "tag was named; the file is kept"
+                f"ds_zo: {log.path} holds the steps from {step} to {log.end_step}, which are not replayed: a tag "
+                "was named, or HF Trainer continues at its own step; the file is kept"
             )
     return min(logs, key=lambda log: log.first_step, default=None)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _T = TypeVar("_T")
+DEFAULT_SEQ = 2048
 
 
 def add_command(commands: Any, name: str, *, help: str, examples: tuple[str, ...], about: str = "") -> Any:
@@ -30,7 +31,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     for what, default in (("device", "of each GPU"), ("host", "of the machine")):
         text = f"memory {default} (default: unlimited)"
         parser.add_argument(f"--{what}-memory-gb", type=float, metavar="GB", help=text)
-    parser.add_argument("--seq", type=int, default=2048, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--seq", type=int, default=DEFAULT_SEQ, help="tokens of a sequence (default: %(default)s)")
     text = "speeds of this machine, written by ds-zo report --json"
     parser.add_argument("--rates", type=Path, metavar="FILE", help=text)
 

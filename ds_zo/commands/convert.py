@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_zo.commands.arguments import add_command, add_machine, unprinted
+from ds_zo.commands.arguments import DEFAULT_SEQ, add_command, add_machine, unprinted
 from ds_zo.config import BACKENDS, backend_of, resolve_for_evaluation, with_section_on_top
 from ds_zo.config.convert import Conversion, autos_of, check, check_stock, convert, refused_autos, without_auto
 from ds_zo.config.errors import ConfigError, shown
@@ -19,6 +19,8 @@ _EXAMPLES = (
     "ds-zo convert ds_config.json --to zo --model facebook/opt-13b --device-memory-gb 24 --host-memory-gb 64 > zo.json",
     "ds-zo convert --check zo.json",
 )
+_OF_PLANS = ("device_memory_gb", "host_memory_gb", "seq", "rates", "batch")
+"""Options that have an effect only beside --model."""
 
 
 def add(commands: Any) -> None:
@@ -43,11 +45,15 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> None:
     ds_config = _read(args.config)
+    planned = [f"--{key.replace('_', '-')}" for key in _OF_PLANS if getattr(args, key) not in (None, DEFAULT_SEQ)]
     if args.check:
+        others = [*(["--out"] if args.out else []), *(["--model"] if args.model else []), *planned]
+        if others:
+            raise ValueError(f"--check only reads FILE, got {', '.join(others)} too: leave that out (--check)")
         _check(ds_config)
         return
-    if args.model is None and (args.device_memory_gb or args.host_memory_gb):
-        raise ValueError("memory is planned for a model, got sizes without one: name it (--model)")
+    if args.model is None and planned:
+        raise ValueError(f"only the plan of a model reads {', '.join(planned)}, got no model: name it (--model)")
     if args.out is not None and args.out.exists() and args.out.samefile(args.config):
         raise ValueError(f"the JSON must go to another file, got {args.out}, which is the input: name another (--out)")
     found = convert(ds_config, to=args.to)

@@ -40,7 +40,7 @@ def add(commands: Any) -> None:
         help="with --merge: the base model's safetensors (default: the folder that the run has read)",
     )
     export.add_argument(
-        "--dtype", choices=tuple(_DTYPES), default="bf16", help="of the weights, with --merge (default: %(default)s)"
+        "--dtype", choices=tuple(_DTYPES), help="of the weights, with --merge (default: bf16; else that of the run)"
     )
     export.set_defaults(run=run)
 
@@ -52,6 +52,15 @@ def run(args: argparse.Namespace) -> None:
 
     if not 0 < args.shard_gb < math.inf:
         raise ValueError(f"the size of a file must be > 0 GB, got {args.shard_gb:g}: name a larger one (--shard-gb)")
+    if args.base is not None and not args.merge:
+        raise ValueError(
+            f"the base model is read where adapters are merged, got {args.base} alone: add --merge (--base)"
+        )
+    if args.dtype is not None and not args.merge:
+        raise ValueError(
+            f"weights keep the run's dtype where no adapters are merged, got {args.dtype}: leave it out, or add "
+            "--merge (--dtype)"
+        )
     latest = tag_to_load(args.checkpoint, None)
     folder = args.checkpoint if latest is None else folder_of(args.checkpoint, latest)
     tokenizer = None
@@ -66,12 +75,8 @@ def run(args: argparse.Namespace) -> None:
 
         from ds_zo.checkpoint.merge import export_merged
 
-        dtype = getattr(torch, _DTYPES[args.dtype])
+        dtype = getattr(torch, _DTYPES[args.dtype or "bf16"])
         export_merged(saved, args.out, base=args.base, dtype=dtype, shard_nbytes=shard_nbytes)
-    elif args.base is not None:
-        raise ValueError(
-            f"the base model is read where adapters are merged, got {args.base} alone: add --merge (--base)"
-        )
     else:
         export(saved, args.out, shard_nbytes=shard_nbytes)
     if tokenizer is not None:

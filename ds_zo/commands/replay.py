@@ -31,7 +31,11 @@ def run(args: argparse.Namespace) -> None:
 
     from ds_zo.checkpoint.rebuild import replay
 
-    if args.device.partition(":")[0] not in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+    try:
+        kind = torch.device(args.device).type
+    except RuntimeError:  # not the name of a device
+        kind = ""
+    if kind not in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         raise ValueError(
             f"a device must be cpu, or cuda where there is a GPU, got {args.device}: name one of them (--device)"
         )

@@ -47,7 +47,7 @@ _UNUSED = {
 """Top-level keys of DeepSpeed that no backend reads, with the reason to remove them."""
 _FILLED = ("lr", "weight_decay", "betas", "eps")
 """Keys of `optimizer.params` in which Trainer or Accelerate replace "auto". They refuse it in keys of ours."""
-_PEAKS = {
+PEAK_RATES = {
     "WarmupLR": "warmup_max_lr",
     "WarmupDecayLR": "warmup_max_lr",
     "OneCycle": "cycle_max_lr",
@@ -422,9 +422,9 @@ def _type_before(draft: Draft) -> Any:
 def _peak(ds_config: dict[str, Any]) -> float | None:
     """The largest learning rate of a scheduler that does not scale the optimizer's; None for one that does."""
     kind = lookup(ds_config, "scheduler.type")
-    if kind not in _PEAKS:
+    if kind not in PEAK_RATES:
         return None
-    found = lookup(ds_config, f"scheduler.params.{_PEAKS[kind]}")
+    found = lookup(ds_config, f"scheduler.params.{PEAK_RATES[kind]}")
     if found is None and kind == "WarmupDecayLR":
         return _DECAY_DEFAULT_PEAK
     rates = [rate for rate in (found if isinstance(found, list) else [found]) if _is_number(rate)]
@@ -434,7 +434,7 @@ def _peak(ds_config: dict[str, Any]) -> float | None:
 def _scale_schedule(draft: Draft, *, old: float | None, lr: float) -> None:
     """Scales the learning rates of the scheduler as `lr` differs from `old`."""
     at, kind = "scheduler.params", draft.get("scheduler.type")
-    peak = _PEAKS.get(kind, "")
+    peak = PEAK_RATES.get(kind, "")
     for key in (peak, *_OTHER_RATES):
         found = draft.object(at).get(key)
         if found is None or found == "auto" or not any(found if isinstance(found, list) else [found]):

@@ -23,6 +23,8 @@ REFUSED = {
     "sequence_parallel_size": "a rank needs whole sequences; set it to 1",
     "compression_training": "an update applies to weights that are not compressed; remove the section",
     "zero_optimization.zenflow": "ZenFlow updates weights in its own way; remove it, or use a stock optimizer.type",
+    "checkpoint.load_universal": "a universal checkpoint has weights only as states of ZeRO's optimizers; set it to "
+    "false, and load the checkpoint that it was made of",
     "compile.deepcompile": "DeepCompile schedules the copies of ZeRO alone; set it to false",
 }
 """Features of DeepSpeed that are refused, by dotted key: the reason and the remedy."""

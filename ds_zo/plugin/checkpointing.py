@@ -24,7 +24,7 @@ from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.adapters import base_of, description
 from ds_zo.checkpoint.errors import reading_content
 from ds_zo.checkpoint.export import saved_weights, weights_by_name, write_model_file
-from ds_zo.checkpoint.manifest import Manifest, is_unfinished, suggest_complete
+from ds_zo.checkpoint.manifest import Manifest, is_trainers, is_unfinished, suggest_complete
 from ds_zo.checkpoint.reader import Saved, is_ours, open_checkpoint, point_of, tag_to_load
 from ds_zo.checkpoint.recorder import read_logs
 from ds_zo.checkpoint.rng import check_random_states, random_states, set_random_states
@@ -223,7 +223,10 @@ class CheckpointingEngine(DeepSpeedEngine):
         if found is None and is_unfinished(folder):
             raise CheckpointError(f"the checkpoint in {folder} was not completed; {suggest_complete(folder, but='')}")
         if found is None and (source := model_source(folder)) is not None:
-            self.backend.load_weights(source, strict=load_module_strict)
+            if custom_load_fn is None:
+                self.backend.load_weights(source, strict=load_module_strict)
+            else:
+                custom_load_fn(src=dict(source), dst=self.module)
             return load_dir, {}
         if found is None or not is_ours(folder, found):
             if found is not None and not any((folder / found).glob("*model_states.pt")):  # the name of DeepSpeed's
@@ -244,8 +247,13 @@ class CheckpointingEngine(DeepSpeedEngine):
                     custom_load_fn,
                 )
             return loaded
-        saved = self._on_all_ranks(lambda: open_checkpoint(folder, found, verify=self._writes, progress=self._writes))
         resume = load_optimizer_states and not load_module_only
+        if resume and custom_load_fn is not None:
+            raise ValueError(
+                f"custom_load_fn loads weights alone, without the backend's own state, got it for {folder / found} "
+                "with load_optimizer_states=True: pass load_optimizer_states=False too (custom_load_fn)"
+            )
+        saved = self._on_all_ranks(lambda: open_checkpoint(folder, found, verify=self._writes, progress=self._writes))
         if resume and saved.manifest.backend != self.resolved.backend:
             raise CheckpointError(
                 f"a checkpoint resumes with the backend that wrote it, got {saved.folder} of backend "
@@ -262,17 +270,19 @@ class CheckpointingEngine(DeepSpeedEngine):
             _check_groups(self.optimizer, groups)
         logs = self._read_logs(folder) if resume else []
         if custom_load_fn is not None:
-            custom_load_fn(src=dict(saved_weights(saved)[1]), dst=self.module)
+            weights = dict(saved_weights(saved)[1])
+            tied = {alias: weights[name] for alias, name in self.backend.aliases().items() if name in weights}
+            custom_load_fn(src={**tied, **weights}, dst=self.module)
         elif saved.manifest.backend == self.resolved.backend:
             self.backend.restore(saved, resume=resume, strict=load_module_strict)
         else:
-            weights = weights_by_name(saved)
-            if weights.omitted:
+            by_name = weights_by_name(saved)
+            if by_name.omitted:
                 warn(
                     f"checkpoint {saved.folder} of backend {saved.manifest.backend} has no frozen weights, and whether "
                     "the model's own are those of its run is not compared"
                 )
-            self.backend.load_weights(weights, strict=load_module_strict)
+            self.backend.load_weights(by_name, strict=load_module_strict)
         client = {**saved.engine_state["common"], **saved.engine_state["client"]}
         if not load_module_only:
             self._load_counters(saved, load_lr_scheduler_states)
@@ -281,7 +291,8 @@ class CheckpointingEngine(DeepSpeedEngine):
             for group, values in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update({name: value for name, value in values.items() if name != "params"})
             self._load_random_states(saved.engine_state["ranks"])
-            self._continue_trajectory(saved, folder, logs, newest=tag is None)
+            # Trainer would make replayed steps a second time: it does not know that they are made.
+            self._continue_trajectory(saved, folder, logs, newest=tag is None and not is_trainers(folder))
         return str(saved.folder), client
 
     def _load_counters(self, saved: Saved, load_lr_scheduler_states: bool) -> None:

@@ -75,6 +75,7 @@ class Summary:
     def __str__(self) -> str:
         loss = f"{self.loss_first:.3f} -> {self.loss_last:.3f}" if self.loss_first is not None else "no steps taken"
         found = [_percent(self.metric, value) for value in (self.before, self.after) if value is not None]
+        nowhere = "nowhere (--no-save)" if self.best_step is None else "nowhere (--no-save, or the best is elsewhere)"
         best = f" (the best by dev, of step {self.best_step})" if self.best_step is not None else ""
         lines = {
             "model, task": f"{self.model}, {self.task}",
@@ -83,7 +84,7 @@ class Summary:
             "loss": loss,
             "speed": f"{self.steps} steps in {self.train_s:.1f} s, {self.tokens_per_s:,.0f} tokens/s",
             "peak memory": f"device {self.peak_device_gb:.2f} GB, host {self.peak_host_gb:.2f} GB",
-            "model saved in": self.model_folder or "nowhere (--no-save)",
+            "model saved in": self.model_folder or nowhere,
             "checkpoints in": self.checkpoint_folder or "none (--save-every STEPS writes them)",
         }
         width = max(map(len, lines))

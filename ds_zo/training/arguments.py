@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
@@ -209,15 +210,20 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argpa
     """Checks the values and fills in the defaults that depend on other options. `parser` reports a mistake."""
     if args.task is None:
         args.task = EMBEDDED_TASK if args.data is None and args.data_dir is None else "text"
-    if args.steps is not None and args.steps < 0:
-        parser.error(f"--steps must not be negative, got {args.steps}")
+    for name in ("steps", "eval_every", "save_every"):
+        value = getattr(args, name)
+        if value is not None and value < 0:
+            parser.error(f"--{name.replace('_', '-')} must not be negative, got {value}")
     if args.train_base and args.lora_rank is None:
         parser.error("--train-base says what LoRA does with the base: it needs --lora-rank")
+    for name in ("lora_alpha", "lora_targets"):
+        if args.lora_rank is None and getattr(args, name) != parser.get_default(name):
+            parser.error(f"--{name.replace('_', '-')} is a setting of LoRA adapters: it needs --lora-rank")
     counts = ("max_length", "pad_multiple", "epochs", "num_eval", "eval_batch_size", "max_seconds", "lora_rank")
     for name in (*counts, "num_train", "num_dev", "num_test", "batch_size"):
         value = getattr(args, name)
-        if value is not None and value <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be positive and finite, got {value}")
     if args.deepspeed is None:
         args.deepspeed = CONFIGS / METHODS[args.method or "zo"]
     elif args.method is not None and os.environ.get("RANK", "0") == "0":

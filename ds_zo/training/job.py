@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from dataclasses import asdict
 
 import torch
@@ -51,6 +52,8 @@ def run(args: argparse.Namespace) -> Summary | None:
     if args.tf32:
         torch.backends.cuda.matmul.allow_tf32 = True
     loop = TrainingLoop(args, config)
+    if loop.rank == 0:
+        _check_folders(args)
     before = None if args.skip_zero_shot else loop.evaluate("test")
     if loop.rank == 0 and before is not None:
         print(f"before: test {before}", flush=True)
@@ -72,6 +75,21 @@ def run(args: argparse.Namespace) -> Summary | None:
     if loop.rank == 0:
         _report(summary, args)
     return summary
+
+
+def _check_folders(args: argparse.Namespace) -> None:
+    """Makes the folders that the run writes to, and raises if it may not write there, before it trains."""
+    folders = {"--output-dir": args.output_dir}
+    if args.results is not None:
+        folders["--results"] = args.results.parent
+    for flag, folder in folders.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            text = f"the run must be able to write to {folder}, got {error.strerror}: name another folder ({flag})"
+            raise UserError(text) from error
 
 
 def _report(summary: Summary, args: argparse.Namespace) -> None:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
+from ds_zo.config.convert import PEAK_RATES
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_FOLDER
 from ds_zo.tasks.embedded_model import folder_of
 from ds_zo.training.errors import UserError
@@ -28,10 +30,16 @@ EMBEDDED_PARAMS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
 """Pairs of a shipped `optimizer` section, for a large model, and the parameters that suit the embedded model instead.
 They apply to a JSON whose section is equal to a shipped one: an edited section is the user's choice and stays."""
 
+_OWN_RATES = {kind: key for kind, key in PEAK_RATES.items() if key != "warmup_max_lr"}
+_OWN_RATES["LRRangeTest"] = "lr_range_test_min_lr"
+"""Schedulers that replace the optimizer's learning rate by their own, each with the key of that rate."""
+
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:
     """Reads the JSON. Writes the command line's overrides into it, and what the embedded model or a CPU needs."""
     config = _read_json(args.deepspeed)
+    if config.get("bf16") is None and "bfloat16" in config:  # DeepSpeed's old name of the key
+        config["bf16"] = config.pop("bfloat16")
     replaced, dtype = _adapted(args, config)
     if replaced:
         config["optimizer"]["params"] |= replaced
@@ -54,9 +62,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"looked for a DeepSpeed JSON at {path}: not found (--deepspeed)")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise UserError(f"{path} is not JSON: {error} (--deepspeed)") from None
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=dict_raise_error_on_duplicate_keys)
+    except ValueError as error:  # not JSON, not UTF-8, or a key that stands twice
+        raise UserError(f"{path} is not JSON without repeated keys: {error} (--deepspeed)") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} must hold a JSON object, got a {type(config).__name__} (--deepspeed)")
     return config
@@ -67,9 +75,15 @@ def _set_lr(config: dict[str, Any], args: argparse.Namespace) -> None:
     if not isinstance(optimizer, dict):
         raise UserError(f"--lr overrides optimizer.params.lr, but {args.deepspeed} has no optimizer section")
     optimizer["params"] = {**(optimizer.get("params") or {}), "lr": args.lr}
-    schedule = (config.get("scheduler") or {}).get("params") or {}
-    if "warmup_max_lr" in schedule:  # such a schedule rises to this rate, not to the optimizer's
-        schedule["warmup_max_lr"] = args.lr
+    scheduler = config.get("scheduler") or {}
+    kind, params = scheduler.get("type"), scheduler.get("params") or {}
+    if "warmup_max_lr" in params or kind == "WarmupDecayLR":  # it rises to this rate, not to the optimizer's
+        config["scheduler"] = {**scheduler, "params": {**params, "warmup_max_lr": args.lr}}
+    elif kind in _OWN_RATES:
+        raise UserError(
+            f"--lr overrides the optimizer's learning rate, which scheduler {kind} does not use, got {args.lr:g}: set "
+            f"scheduler.params.{_OWN_RATES[kind]} in {args.deepspeed} (--lr)"
+        )
 
 
 def _adapted(args: argparse.Namespace, config: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -127,9 +127,16 @@ class TrainingLoop:
         """Continues from the newest checkpoint of a folder."""
         self.progress = self.checkpoints.resume(folder)
         model_folder = self.args.output_dir / "model"
-        # A resumed run with another output folder has no best model there.
-        if self.progress.best is not None and not self.args.no_save and model_folder.is_dir():
+        if self.progress.best is None or self.args.no_save:
+            return
+        if model_folder.is_dir():
             self.model_folder = model_folder
+        elif self.rank == 0:
+            print(
+                f"the best model so far, of step {self.progress.best.step}, is not in {model_folder}, which gets one "
+                "only if a later model is better: keep the first run's, or resume with its --output-dir",
+                flush=True,
+            )
 
     def train(self, preemption: Preemption) -> bool:
         """Makes all steps. Returns False if SIGTERM came first, and a checkpoint was saved instead."""

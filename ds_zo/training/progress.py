@@ -71,7 +71,11 @@ class RunCheckpoints:
 
     def _client_state(self, progress: Progress) -> dict[str, Any]:
         kept = {name: getattr(self._args, name) for name in KEPT}
-        return {**kept, **asdict(progress)}
+        return {**kept, "micro_batch": self._micro_batch, **asdict(progress)}
+
+    @property
+    def _micro_batch(self) -> int:
+        return int(self._engine.train_micro_batch_size_per_gpu())
 
     def resume(self, folder: Path) -> Progress:
         """Restores weights, optimizer, schedule, step count and data position from a folder's newest checkpoint."""
@@ -104,6 +108,18 @@ class RunCheckpoints:
                     f"a run resumes with the {flag} it began with: the checkpoint has {state[name]!r}, "
                     f"got {getattr(self._args, name)!r} (--{flag})"
                 )
+        if self._args.group_by_length and state.get("micro_batch", self._micro_batch) != self._micro_batch:
+            raise UserError(
+                "a run with --group-by-length resumes with the batch size by which its examples are grouped: the "
+                f"checkpoint has {state['micro_batch']}, got {self._micro_batch} (--batch-size)"
+            )
+        groups = getattr(getattr(self._engine, "optimizer", None), "param_groups", [])  # MeZO's engine has none
+        rates = [group["lr"] for group in groups]
+        if self._args.lr is not None and rates and self._engine.lr_scheduler is None and self._args.lr not in rates:
+            raise UserError(
+                "a run without a scheduler resumes with the learning rate of its checkpoint, which is "
+                f"{rates[0]:g}, got {self._args.lr:g}: leave it out, or begin a run from the weights by --model (--lr)"
+            )
 
 
 def find_checkpoints(args: argparse.Namespace) -> Path | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import random
+import resource
 import weakref
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from zo_runs import Toy, assert_equal, engine_for, train, weights
 
 from ds_zo import cli
 from ds_zo.checkpoint import CheckpointError
-from ds_zo.checkpoint.export import export
+from ds_zo.checkpoint.export import Spec, export, write_model_file
 from ds_zo.checkpoint.reader import open_folder
 from ds_zo.streaming.loading import load_pretrained
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED
@@ -61,6 +63,46 @@ def test_an_exported_checkpoint_loads_as_the_model(kind: str, name: str, tied: b
     assert AutoTokenizer.from_pretrained(tmp_path / "one")("a").input_ids
     whole = load_file(tmp_path / "one" / "model.safetensors")
     assert all(value.numel() > 0 and torch.equal(value, expected[key]) for key, value in whole.items())
+
+
+@pytest.mark.parametrize("filename", ["pytorch_model.bin", "model.safetensors"])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_file_that_cannot_be_written_leaves_nothing(filename: str, seed: int, tmp_path: Path) -> None:
+    """Files are limited to a random part of the size that they would have, the largest part too."""
+    rng = random.Random(seed)
+    tensors = {f"p{i}": torch.randn(rng.randrange(1, 3000)) for i in range(rng.randrange(1, 20))}
+    specs = [Spec(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]
+
+    def write(name: str) -> None:
+        write_model_file(tmp_path / name, (specs, iter(tensors.items())), aliases={"tied": "p0"})
+
+    write(filename)
+    before = (tmp_path / filename).read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (rng.randrange(len(before)), len(before) - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(CheckpointError, match=r"was not written: .+; free disk space or name another path"):
+                write(filename)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert [path.name for path in tmp_path.iterdir()] == [filename]
+        assert (tmp_path / filename).read_bytes() == before
+
+
+def test_export_follows_links_and_leaves_the_current_folder(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    engine = engine_for(tiny_model("llama"), JSONS["fp32"])
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    (tmp_path / "an empty folder").mkdir()
+    for name in ("an empty folder", "a new folder"):
+        link = tmp_path / f"to {name}"
+        link.symlink_to(name)
+        assert cli.main(["export", str(tmp_path / "saves"), str(link)]) == 0
+        assert link.is_symlink() and (tmp_path / name / "model.safetensors").is_file()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert cli.main(["export", str(tmp_path / "saves"), "."]) == 1
+    assert "must not be the current one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["ZO", "LOMO"])
@@ -306,6 +348,8 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path, capsys: Any) -> None:
     assert "needs a checkpoint of a PEFT model" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path / "saves"), str(tmp_path / "out"), "--base", str(tmp_path)]) == 1
     assert "add --merge (--base)" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path / "saves"), str(tmp_path / "out"), "--dtype", "bf16"]) == 1
+    assert "add --merge (--dtype)" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_base_inside_the_checkpoint_is_merged(tmp_path: Path) -> None:

@@ -321,6 +321,9 @@ def test_replay_from_another_model_or_altered_numbers_is_refused(tmp_path: Path,
         replay(tmp_path / "base", tmp_path / "altered.bin", step=3, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
+    for device in ("cpu:x", "gpu"):
+        assert cli.main([*arguments, "--base", str(tmp_path / "base"), "--device", device]) == 1
+        assert f"got {device}: name one of them (--device)" in capsys.readouterr().err
     assert cli.main([*arguments, "--base", str(tmp_path / "base")]) == 0
     assert "its hash is the recorded one" in capsys.readouterr().out
 

@@ -78,6 +78,7 @@ def random_stock(seed: int) -> dict[str, Any]:
         "activation_checkpointing": ({"partition_activations": True},),
         "flops_profiler": ({"enabled": True}, {"enabled": False}),
         "compile": ({"deepcompile": True},),
+        "checkpoint": ({"load_universal": True, "tag_validation": "Warn"}, {"load_universal": False}),
         "aio": ({"block_size": 1048576},),
         "tensorboard": ({"enabled": False},),
         "_comment": ("the user's own",),

@@ -17,6 +17,7 @@ from library_runs import (
     ENGINE_BACKENDS,
     LEARNING_RATE,
     Run,
+    Weights,
     assert_moved,
     assert_same,
     batches,
@@ -168,6 +169,30 @@ def test_the_ways_to_initialize_give_one_run(backend: str, tmp_path: Path) -> No
     for run in runs.values():
         assert run.losses == runs["dict"].losses
         assert_same(run.weights, runs["dict"].weights)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_custom_load_fn_gets_all_weights_and_drops_no_state(backend: str, stream: bool, tmp_path: Path) -> None:
+    config, tied = config_for(backend, stream=stream), {"tie_word_embeddings": True}
+    engine = start(config, tiny_model("llama", **tied))
+    train(engine, batches(3))
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    engine.module.save_pretrained(tmp_path / "folder")
+    calls = []
+
+    def load(src: Weights, dst: torch.nn.Module) -> None:
+        calls.append(sorted(src))
+        dst.load_state_dict(src, strict="saved" in str(folder))  # save_pretrained leaves tied weights out
+
+    for folder in (tmp_path / "saved", tmp_path / "folder"):
+        other = start(config, tiny_model("llama", seed=1, **tied))
+        other.load_checkpoint(str(folder), load_optimizer_states=False, custom_load_fn=load)
+        assert_same(weights_of(other), weights_of(engine))
+        train(other, batches(1))
+        assert_moved(weights_of(other), weights_of(engine))
+    assert len(calls) == 2 and calls[0] == sorted(engine.module_state_dict())
+    with pytest.raises(ValueError, match="pass load_optimizer_states=False"):
+        other.load_checkpoint(str(tmp_path / "saved"), custom_load_fn=load)
 
 
 @pytest.mark.parametrize("stream", [False, True])

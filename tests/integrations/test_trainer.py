@@ -191,6 +191,30 @@ def test_a_save_that_was_killed_is_named_with_the_checkpoint_to_take_instead(
     assert newest_complete(killed) == str(killed / "checkpoint-4")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_trajectory_moves_no_checkpoint_to_another_step(backend: str, stream: bool, tmp_path: Path) -> None:
+    """Two steps are recorded after the first checkpoint. Neither loading the best model nor resuming replays them."""
+    if backend != "zo":
+        pytest.skip("only ZO has trajectories")
+    kept: list[dict[str, torch.Tensor]] = []
+
+    def metric(prediction: Any) -> dict[str, float]:
+        kept.append(weights_of(engine_of(trainer)))
+        return {"score": -float(len(kept))}
+
+    config = config_for(backend, stream=stream, ds_zo={"checkpoint": {"trajectory": True}})
+    best = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score", "load_best_model_at_end": True}
+    trainer = trainer_for(arguments(tmp_path, config, **saving(max_steps=4, **best)), 4, compute_metrics=metric)
+    trainer.train()
+    assert_same(weights_of(engine_of(trainer)), kept[0])
+    assert_moved(kept[0], kept[1])
+
+    again = trainer_for(arguments(tmp_path, config, **saving(max_steps=4)), 4, tiny_model("llama", seed=1))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert again.state.global_step == engine_of(again).global_steps == 4
+    assert_same(weights_of(engine_of(again)), kept[1])
+
+
 def test_save_model_loads_with_from_pretrained(backend: str, tmp_path: Path) -> None:
     trainer = trainer_for(arguments(tmp_path, config_for(backend, stream=True), max_steps=3), 3)
     trainer.train()

@@ -26,7 +26,7 @@ from ds_zo.tasks import TASKS, hub
 from ds_zo.tasks.embedded_model import FOLDER
 from ds_zo.training.arguments import CONFIGS, METHODS, parse_args
 from ds_zo.training.job import run
-from ds_zo.training.json_config import EMBEDDED_PARAMS, read_config
+from ds_zo.training.json_config import EMBEDDED_PARAMS, model_dtype, read_config
 from ds_zo.training.model import add_lora, base_weights, load_model
 
 REPO = Path(__file__).resolve().parent.parent.parent
@@ -80,6 +80,40 @@ def succeed(run_script: Run) -> Succeed:
 
 def weights(output: Path, name: str = "model") -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(output / name, dtype=torch.float32).state_dict()
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("flag", ["--output-dir", "--results"])
+def test_a_folder_that_cannot_be_written_to_is_told_before_training(flag: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    words = ["--deepspeed", str(write_config(tmp_path, ZO)), "--steps", "1", "--num-eval", "2", "--skip-zero-shot"]
+    words += ["--output-dir", str(tmp_path / "out"), flag, str(tmp_path / "file" / "name")]
+    with pytest.raises(ValueError, match=rf"write to {tmp_path / 'file'}.* got .*: name another folder \({flag}\)"):
+        run(parse_args(words))
+    assert not (tmp_path / "out" / "model").exists()
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_resumed_run_says_what_it_cannot_go_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another learning rate, another batch size of groups, and another folder than that of the best model."""
+    path = write_config(tmp_path, ZO)
+    config = json.loads(path.read_text())
+    del config["scheduler"]
+    path.write_text(json.dumps(config))
+    common = ["--deepspeed", str(path), "--skip-zero-shot", "--num-eval", "2", "--num-train", "16", "--lr", "1e-9"]
+    common += ["--group-by-length", "--eval-every", "1"]
+    first = tmp_path / "first"
+    run(parse_args([*common, "--steps", "2", "--save-every", "2", "--output-dir", str(first)]))
+    again = [*common, "--steps", "3", "--resume", str(first / "checkpoints"), "--output-dir", str(tmp_path / "other")]
+    with pytest.raises(ValueError, match=r"which is 1e-09, got 1e-05: leave it out, .* \(--lr\)"):
+        run(parse_args([*again, "--lr", "1e-5"]))
+    with pytest.raises(ValueError, match=r"the checkpoint has 4, got 8 \(--batch-size\)"):
+        run(parse_args([*again, "--batch-size", "8"]))
+    capsys.readouterr()
+    summary = run(parse_args(again))
+    assert summary is not None and summary.model_folder is None and not (tmp_path / "other" / "model").exists()
+    printed = capsys.readouterr().out
+    assert f"is not in {tmp_path / 'other' / 'model'}" in printed and "the best is elsewhere" in printed
 
 
 @pytest.mark.slow
@@ -223,6 +257,32 @@ def test_options_override_the_json(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == f"--deepspeed {path} overrides --method lsp\n"
 
 
+@pytest.mark.parametrize("params", [{}, {"warmup_max_lr": 1.0}])
+def test_options_override_keys_that_deepspeed_also_reads(tmp_path: Path, params: dict[str, float]) -> None:
+    """The old name of bf16, and a scheduler that has a learning rate of its own where the JSON names none."""
+    schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, **params}}
+    path = write_config(tmp_path, SGD, bfloat16={"enabled": True}, scheduler=schedule)
+    config = read_config(parse_args(["--deepspeed", str(path), "--lr", "0.25", "--dtype", "fp32"]))
+    assert config["scheduler"]["params"]["warmup_max_lr"] == 0.25
+    assert config["bf16"] == {"enabled": False} and "bfloat16" not in config
+    config = read_config(parse_args(["--deepspeed", str(path), "--dtype", "bf16"]))
+    assert config["bf16"] == {"enabled": True} and model_dtype(config) == "bf16"
+
+
+@pytest.mark.parametrize("kind", ["OneCycle", "OneCycleLR", "CyclicLR", "LRRangeTest"])
+def test_lr_is_refused_where_the_scheduler_replaces_it(tmp_path: Path, kind: str) -> None:
+    path = write_config(tmp_path, SGD, scheduler={"type": kind, "params": {}})
+    with pytest.raises(ValueError, match=rf"scheduler {kind} does not use, got 0.25: set scheduler.params.\w+ in"):
+        read_config(parse_args(["--deepspeed", str(path), "--lr", "0.25"]))
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.json"
+    path.write_text('{"steps_per_print": 1, "steps_per_print": 2}')
+    with pytest.raises(ValueError, match=r"without repeated keys: .*steps_per_print"):
+        read_config(parse_args(["--deepspeed", str(path)]))
+
+
 def test_the_jsons_of_methods_are_those_of_ds_configs() -> None:
     """AdaLOMO, which has no file there, has LOMO's settings, without the clipping that costs a second backward pass."""
     assert {path.name for path in CONFIGS.iterdir()} == set(METHODS.values())
@@ -307,10 +367,24 @@ def test_help_names_every_task(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in text
 
 
-def test_counts_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--epochs", "0"], "--epochs must be positive and finite, got 0"),
+        (["--epochs", "nan"], "--epochs must be positive and finite, got nan"),
+        (["--max-seconds", "inf"], "--max-seconds must be positive and finite, got inf"),
+        (["--eval-every", "-5"], "--eval-every must not be negative, got -5"),
+        (["--save-every", "-5"], "--save-every must not be negative, got -5"),
+        (["--lora-alpha", "32"], "--lora-alpha is a setting of LoRA adapters: it needs --lora-rank"),
+        (["--lora-targets", "all-linear"], "--lora-targets is a setting of LoRA adapters: it needs --lora-rank"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        parse_args(["--epochs", "0"])
-    assert "--epochs must be positive, got 0" in capsys.readouterr().err
+        parse_args(arguments)
+    assert message in capsys.readouterr().err
 
 
 def test_regression_by_the_clock_with_a_row(tmp_path: Path, succeed: Succeed) -> None:
