@@ -150,6 +150,20 @@ class AdapterParameters:
         found = self._master_of.get(id(parameter))
         return None if found is None else found.detach()
 
+    @torch.no_grad()
+    def read_full(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy of a parameter in float32, with the low bits of its master."""
+        stored, master = parameter.detach().to(torch.float32, copy=True), self.master_of(parameter)
+        return stored if master is None else with_low_bits(stored, master, parameter.dtype)
+
+    @torch.no_grad()
+    def write_full(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Replaces a parameter, and its master."""
+        parameter.data.copy_(value)
+        master = self.master_of(parameter)
+        if master is not None:
+            master.copy_(value)
+
     # State
 
     def masters(self) -> dict[str, torch.Tensor]:
@@ -183,6 +197,12 @@ class AdapterParameters:
 
     def __len__(self) -> int:
         return len(self._trained)
+
+
+def with_low_bits(stored: torch.Tensor, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The master of a parameter of `dtype`. Elements that a user has changed since the last step are not in the master
+    yet, and are those of `stored` ([Note: float32 masters])."""
+    return torch.where(master.to(dtype) == stored.to(dtype), master, stored)
 
 
 def _check_shapes(here: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], what: str) -> None:

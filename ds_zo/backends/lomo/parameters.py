@@ -42,6 +42,30 @@ class ParameterState:
     """The sum of the parts of its gradient so far. None: no part is held. See [Note: gradients in parts]."""
 
 
+class FullWeights:
+    """Reads and writes weights on the device in float32, with the residues of `rounding: kahan`."""
+
+    def __init__(self, states: Sequence[ParameterState], *, keeps_residues: bool) -> None:
+        self._state_of = {id(state.parameter): state for state in states}
+        self._keeps_residues = keeps_residues
+        self.parameters = [state.parameter for state in states]
+
+    @torch.no_grad()
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        found = parameter.detach().to(torch.float32, copy=True)
+        residue = self._state_of[id(parameter)].residue
+        return found if residue is None else found.add_(residue)
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        value = value.to(parameter.device, torch.float32)
+        parameter.data.copy_(value)
+        if self._keeps_residues and parameter.dtype is not torch.float32:
+            self._state_of[id(parameter)].residue = (value - parameter.detach().float()).to(
+                parameter.dtype, memory_format=torch.contiguous_format
+            )
+
+
 class Layer:
     """Parameters whose gradients are clipped by their common norm: a block's, or one parameter outside of blocks."""
 
