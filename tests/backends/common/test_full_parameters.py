@@ -110,7 +110,7 @@ def test_gradients_and_states_are_absent_or_refused(kind: str) -> None:
     for p in engine.module.parameters():
         assert safe_get_full_grad(p) is None
         assert safe_get_full_optimizer_state(p, "exp_avg") is None
-        with pytest.raises(ValueError, match="safe_set_full_grad needs a gradient.*safe_set_full_fp32_param"):
+        with pytest.raises(ValueError, match=r"safe_set_full_grad needs a gradient.*safe_set_full_fp32_param"):
             safe_set_full_grad(p, torch.zeros(p.shape))
         with pytest.raises(ValueError, match=r"needs ZeRO's optimizer states.*load_checkpoint"):
             safe_set_full_optimizer_state(p, torch.zeros(p.shape), "exp_avg")
