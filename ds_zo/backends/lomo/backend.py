@@ -191,6 +191,7 @@ class LOMOBackend(RecomputedBackend):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._window.end_bare()
+        num_tries = self._window.num_tries
         store, trains = self._block_store, self.module.training
         if store is not None:
             refuse_router_logits(self.module, kwargs)
@@ -208,6 +209,7 @@ class LOMOBackend(RecomputedBackend):
             nullcontext() if store is None else store.first_forward_checked(),
         ):
             output = self.module(*args, **kwargs)
+        self._passes.watch_graph(output, num_tries=num_tries)
         if self._foreign_leaves is not None:
             self._foreign_leaves.record_forward((args, kwargs), output)
         return output
