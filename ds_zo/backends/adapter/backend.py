@@ -56,6 +56,7 @@ class AdapterBackend(RecomputedBackend):
         _refuse_foreign_quantisation(module)
         half = torch.float16 in (config.dtype, config.autocast)
         self._scaler = LossScaler(config.loss_scale) if half else None
+        self.scales_loss = half
         if self._scaler is not None:
             self._scaler.publish(optimizer, overflow=False)
         self._num_applied = 0

@@ -170,6 +170,19 @@ def test_fp16_scales_the_loss_and_skips_overflows() -> None:
     assert engine.skipped_steps == 0 and losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("form", [{"fp16": {"enabled": True}}, {"torch_autocast": {"enabled": True, "dtype": "fp16"}}])
+def test_a_direct_backward_is_refused_where_the_loss_is_scaled(form: dict[str, Any]) -> None:
+    """Its gradients would be divided by a scale that they do not have."""
+    model = adapted(dtype=torch.float16 if "fp16" in form else torch.float32)
+    engine = start(model, adapter_json(offload=False, **form))
+    before = weights(engine.module)
+    [batch] = batches(1)
+    with pytest.raises(RuntimeError, match=r"loss scale.*engine\.backward\(loss\).*bf16"):
+        engine(**batch).loss.backward()
+    assert all(torch.equal(value, before[name]) for name, value in weights(engine.module).items())
+    train(engine, [batch])
+
+
 def test_a_stored_parameter_that_is_asked_to_train_is_refused() -> None:
     model = adapted()
     engine = start(model, adapter_json(frozen_dtype="nf4"))
