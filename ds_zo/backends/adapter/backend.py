@@ -126,7 +126,7 @@ class AdapterBackend(RecomputedBackend):
                 return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        self._trained.check_frozen()
+        self._trained.check_groups()
         scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
         with (
             self.plain_parameters(),
