@@ -78,8 +78,8 @@ class TrainingStep(ABC):
     `backward` for several losses before one step."""
 
     scales_loss: bool = False
-    """True: `backward` multiplies the loss by a scale, and `step` divides the gradients by it. The engine then refuses a
-    direct `loss.backward()`, which does not multiply. A backend that refuses it itself leaves this False."""
+    """True: `backward` multiplies the loss by a scale, and `step` divides the gradients by it. The engine then refuses
+    a direct `loss.backward()`, which does not multiply. A backend that refuses it itself leaves this False."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

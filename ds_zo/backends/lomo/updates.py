@@ -81,7 +81,8 @@ class Updater:
         self.rates = {}
         for i, group in enumerate(self._optimizer.param_groups):
             lr = float(group["lr"])
-            initial = self._initial_lrs[i] if i < len(self._initial_lrs) else lr
+            fallback = self._initial_lrs[i] if i < len(self._initial_lrs) else lr
+            initial = float(group.get("initial_lr", fallback))  # of the saved run in a resumed one, as lr is
             rate = lr, 1.0 - lr * float(group.get("weight_decay", 0.0)), lr / initial if initial else 1.0
             self.rates |= dict.fromkeys(map(id, group["params"]), rate)
 
