@@ -100,6 +100,7 @@ class Updater:
         dither = Dither(step=self._window.num_updates, offset=state.offset) if rounds == "stochastic" else None
         if rounds == "kahan" and state.residue is None:
             state.residue = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        residue = state.residue
         if not state.is_adapter:
             guard = self._rule.update(
                 state, grad, self._settings, lr=lr, decay=decay, coef=coef, dither=dither, guards=guards
@@ -123,6 +124,7 @@ class Updater:
                 residue=state.residue,
                 guards=guards,
             )
+        state.residue = residue  # of the updated parameter
         if guard is not None:
             self._window.skipped.add(state, guard)
 
