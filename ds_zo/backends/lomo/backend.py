@@ -209,7 +209,7 @@ class LOMOBackend(RecomputedBackend):
             nullcontext() if store is None else store.first_forward_checked(),
         ):
             output = self.module(*args, **kwargs)
-        self._passes.watch_graph(output, num_tries=num_tries)
+        self._passes.watch_graph((args, kwargs), output, num_tries=num_tries)
         if self._foreign_leaves is not None:
             self._foreign_leaves.record_forward((args, kwargs), output)
         return output

@@ -168,16 +168,17 @@ class BackwardPasses:
 
     # Gradients of this rank
 
-    def watch_graph(self, output: Any, *, num_tries: int) -> None:
-        """Checks the graph of a forward's output at the begin of every backward (`check_graph`)."""
-        passes = weakref.ref(self)
+    def watch_graph(self, inputs: Any, output: Any, *, num_tries: int) -> None:
+        """Checks the graph of a forward's output at the begin of every backward (`check_graph`). An input that is
+        returned belongs to the user's graph, which several forwards may share."""
+        passes, given = weakref.ref(self), {id(value) for value in tree_flatten(inputs)[0]}
 
         def check(_: torch.Tensor) -> None:
             if (alive := passes()) is not None:
                 alive.check_graph(num_tries)
 
         for found in tree_flatten(output)[0]:
-            if isinstance(found, torch.Tensor) and found.grad_fn is not None:
+            if isinstance(found, torch.Tensor) and found.grad_fn is not None and id(found) not in given:
                 found.register_hook(check)
 
     def check_graph(self, num_tries: int) -> None:

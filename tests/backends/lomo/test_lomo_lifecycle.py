@@ -237,6 +237,25 @@ def test_losses_of_earlier_forwards_are_refused(seed: int) -> None:
     assert_close(*found)  # a graph that is alive has held gradients back, which changes the order of the norm's sum
 
 
+def test_an_input_that_is_returned_may_be_used_by_several_forwards() -> None:
+    """As the hidden states of an encoder outside the engine, which T5's decoder returns."""
+
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.linear(hidden).square().mean(), "hidden": hidden}
+
+    engine = start(config_for(), Returning())
+    leaf = torch.randn(2, 4, requires_grad=True)
+    hidden = leaf * 2
+    for _ in range(2):
+        engine.backward(engine(hidden)["loss"], retain_graph=True)
+        engine.step()
+
+
 def test_several_outputs_of_one_forward_have_one_direct_backward() -> None:
     """The last layers are updated before the backward reaches an earlier output."""
     engine, reference = start(config_for(), lively("llama")), lively("llama")
