@@ -374,7 +374,7 @@ class CheckpointingEngine(DeepSpeedEngine):
         if rows is None or rows.shape[0] == 0:
             return
         num_steps = rows.shape[0]
-        self.backend.replay_steps(rows)
+        self.skipped_steps += self.backend.replay_steps(rows)
         self._forget_window()  # the first replayed step has completed it
         for _ in range(num_steps):
             if self.lr_scheduler is not None:

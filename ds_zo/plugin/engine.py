@@ -251,9 +251,17 @@ class PluginEngine(CheckpointingEngine):
         return outputs
 
     def _check_bare_backward(self) -> None:
-        """Refuses `loss.backward()` under accumulation: only `engine.backward` divides the loss by the window."""
+        """Refuses `loss.backward()` under accumulation and loss scaling: only `engine.backward` divides the loss by the
+        window and multiplies it by the scale."""
+        if self._running_engine_backward:
+            return
+        if self.backend.scales_loss:
+            raise RuntimeError(
+                "fp16 needs the loss scale of engine.backward(loss), got loss.backward(): call engine.backward(loss), "
+                "or use bf16"
+            )
         steps = self.gradient_accumulation_steps()
-        if not self._running_engine_backward and steps != 1:
+        if steps != 1:
             raise RuntimeError(
                 "loss.backward() needs gradient_accumulation_steps 1, because it does not divide the loss by them, got "
                 f"{steps}: call engine.backward(loss)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,38 @@ def test_a_replayed_run_begins_a_new_accumulation_window(num_saved: int, tmp_pat
     [file] = (tmp_path / "events" / "job").rglob("*train_loss.csv")
     [[_, found]] = list(csv.reader(file.open()))[1:]
     assert float(found) == pytest.approx(sum(losses) / 3)
+
+
+class Poisoned(Toy):
+    """A model whose losses are multiplied by `factor`."""
+
+    factor = 1.0
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * self.factor
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_replayed_steps_that_were_skipped_are_counted(seed: int, tmp_path: Path) -> None:
+    """Steps at a learning rate of zero and steps with equal losses are not skipped, though they change no weight."""
+    draw = random.Random(seed)
+    params = {"num_directions": draw.choice([1, 2]), "weight_decay": draw.choice([0.0, 0.1])}
+    warmup = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 4}}
+    schedule = {"scheduler": warmup} if draw.random() < 0.5 else {}
+    json_ = with_checkpoint(zo_json(params=params, **schedule), trajectory=True)
+    first = engine_for(Poisoned(), json_)
+    first.save_checkpoint(str(tmp_path))
+    for i in range(12):
+        first.module.factor = draw.choice([1.0, -1.0, 0.0, -0.0, float("nan"), float("inf")])
+        train(first, [BATCHES[i % len(BATCHES)]])
+        if i == 3 and draw.random() < 0.5:
+            first.save_checkpoint(str(tmp_path))
+    crash(first)
+    resumed = engine_for(Poisoned(), json_)
+    resumed.load_checkpoint(str(tmp_path))
+    assert (resumed.global_steps, resumed.skipped_steps) == (12, first.skipped_steps)
+    assert 0 < first.skipped_steps < 12
+    assert_same_bits(planes(resumed), planes(first))
 
 
 def test_a_torn_last_record_is_dropped_and_its_step_made_again(tmp_path: Path) -> None:

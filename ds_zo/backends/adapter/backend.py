@@ -27,6 +27,7 @@ from ds_zo.backends.adapter.trained import AdapterParameters, groups_of, residen
 from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.backends.common.full_parameters import ResidentParameters
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.recompute.backend import RecomputedBackend
 from ds_zo.checkpoint.errors import CheckpointError, reading_content
@@ -55,6 +56,7 @@ class AdapterBackend(RecomputedBackend):
         _refuse_foreign_quantisation(module)
         half = torch.float16 in (config.dtype, config.autocast)
         self._scaler = LossScaler(config.loss_scale) if half else None
+        self.scales_loss = half
         if self._scaler is not None:
             self._scaler.publish(optimizer, overflow=False)
         self._num_applied = 0
@@ -71,6 +73,12 @@ class AdapterBackend(RecomputedBackend):
         if self._base is not None:
             self.module_state = self._base.state
             self._base.state.master_of = self._trained.master_of
+        self._resident_parameters: ResidentParameters | None = None
+        if self._base is None:
+            floating = [p for p in module.parameters() if p.is_floating_point()]
+            self._resident_parameters = ResidentParameters(
+                floating, read=self._trained.read_full, write=self._trained.write_full
+            )
         self._base_hash = BaseHash(module, self._base)
         if dist.is_initialized() and dist.get_world_size(process_group) > 1:
             use_world_timeout(process_group, device)
@@ -118,7 +126,7 @@ class AdapterBackend(RecomputedBackend):
                 return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        self._trained.check_frozen()
+        self._trained.check_groups()
         scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
         with (
             self.plain_parameters(),
@@ -246,6 +254,8 @@ class AdapterBackend(RecomputedBackend):
 
     def close(self) -> None:
         self._trained.return_to_optimizer()
+        if self._resident_parameters is not None:
+            self._resident_parameters.close()
         if self._base is not None:
             self._base.close()
 

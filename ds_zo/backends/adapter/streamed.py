@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_zo.backends.adapter.activations import HostInputs
 from ds_zo.backends.adapter.matrix_decoding import attach, detach, placeholders
-from ds_zo.backends.adapter.trained import resident_ids
+from ds_zo.backends.adapter.trained import resident_ids, with_low_bits
 from ds_zo.backends.common.frozen_format import plan_frozen_format
 from ds_zo.backends.common.startup import StartupSummary, formats_of, summary_of_blocks
 from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
@@ -168,12 +168,8 @@ class FrozenModuleState(RecomputedModuleState):
         super().write_stored(name, target, value)
 
     def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
-        """Elements that a user has changed since the last step are not in the master yet ([Note: float32 masters])."""
         stored, master = super()._full_fp32(unit, placed), self.master_of(placed.parameter)
-        if master is None:
-            return stored
-        master, dtype = master.to(stored.device), placed.parameter.dtype
-        return torch.where(master.to(dtype) == stored.to(dtype), master, stored)
+        return stored if master is None else with_low_bits(stored, master.to(stored.device), placed.parameter.dtype)
 
     def close(self) -> None:
         if self.owns_module() and not sys.is_finalizing():

@@ -44,9 +44,12 @@ class AdapterParameters:
         self._trained: list[Trained] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
         """Names and parameters of the optimizer that may not be trained."""
+        self._foreign: list[torch.Tensor] = []
+        """Parameters of the optimizer that are not the module's. They are not trained, of which the engine warns."""
         for group in optimizer.param_groups:
             for i, p in enumerate(group["params"]):
                 if id(p) not in names:
+                    self._foreign.append(p)
                     continue
                 if id(p) not in chosen:
                     self._frozen.append((names[id(p)], p))
@@ -59,6 +62,7 @@ class AdapterParameters:
                         optimizer.state[master] = optimizer.state.pop(p)
                 self._trained.append(Trained(names[id(p)], p, master))
         self._master_of = {id(t.parameter): t.master for t in self._trained if t.has_master}
+        self._known = {id(p) for group in optimizer.param_groups for p in group["params"]}
 
     @property
     def nbytes(self) -> int:
@@ -67,8 +71,15 @@ class AdapterParameters:
 
     # Gradients
 
-    def check_frozen(self) -> None:
+    def check_groups(self) -> None:
         """Raises if a parameter of the optimizer may not be trained and requires a gradient."""
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) not in self._known:
+                    raise ValueError(
+                        "the optimizer trains the parameters that it had when deepspeed.initialize ran, got another "
+                        f"one of shape {tuple(p.shape)} in its groups: add parameters and adapters before initialize"
+                    )
         for name, p in self._frozen:
             if p.requires_grad:
                 raise ValueError(
@@ -77,7 +88,10 @@ class AdapterParameters:
                 )
 
     def collect_gradients(self) -> None:
-        """Adds the gradients of 16-bit parameters to those of their masters, and frees them."""
+        """Adds the gradients of 16-bit parameters to those of their masters, and frees them. Drops gradients of
+        parameters that are not the module's."""
+        for p in self._foreign:
+            p.grad = None
         for t in self._trained:
             if t.has_master and t.parameter.grad is not None:
                 grad, t.parameter.grad = t.parameter.grad, None
@@ -150,6 +164,20 @@ class AdapterParameters:
         found = self._master_of.get(id(parameter))
         return None if found is None else found.detach()
 
+    @torch.no_grad()
+    def read_full(self, parameter: nn.Parameter) -> torch.Tensor:
+        """A copy of a parameter in float32, with the low bits of its master."""
+        stored, master = parameter.detach().to(torch.float32, copy=True), self.master_of(parameter)
+        return stored if master is None else with_low_bits(stored, master, parameter.dtype)
+
+    @torch.no_grad()
+    def write_full(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        """Replaces a parameter, and its master."""
+        parameter.data.copy_(value)
+        master = self.master_of(parameter)
+        if master is not None:
+            master.copy_(value)
+
     # State
 
     def masters(self) -> dict[str, torch.Tensor]:
@@ -183,6 +211,12 @@ class AdapterParameters:
 
     def __len__(self) -> int:
         return len(self._trained)
+
+
+def with_low_bits(stored: torch.Tensor, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The master of a parameter of `dtype`. Elements that a user has changed since the last step are not in the master
+    yet, and are those of `stored` ([Note: float32 masters])."""
+    return torch.where(master.to(dtype) == stored.to(dtype), master, stored)
 
 
 def _check_shapes(here: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], what: str) -> None:

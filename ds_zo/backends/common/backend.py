@@ -77,6 +77,10 @@ class TrainingStep(ABC):
     """Set by the engine before each `backward`: True if it expects `step` next. It is wrong where a user calls
     `backward` for several losses before one step."""
 
+    scales_loss: bool = False
+    """True: `backward` multiplies the loss by a scale, and `step` divides the gradients by it. The engine then refuses
+    a direct `loss.backward()`, which does not multiply. A backend that refuses it itself leaves this False."""
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's param groups. A scheduler or a user may replace a group or its list between steps."""

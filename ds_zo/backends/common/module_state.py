@@ -21,6 +21,7 @@ import torch
 from deepspeed.utils import logger
 from torch import nn
 
+from ds_zo.backends.common import full_parameters
 from ds_zo.backends.common.plain_copies import Hook, StandIn
 from ds_zo.streaming.intercepted import intercept, plain_class, stop_intercepting
 from ds_zo.streaming.units import PlacedParameter, Unit, UnitState
@@ -151,16 +152,13 @@ class ModuleState(ABC):
     def _attach_accessors(self, parameter: Any, full: Callable[[], torch.Tensor]) -> None:
         """Sets the attributes of a parameter that deepspeed.utils.safe_get_full_fp32_param and safe_set_full_fp32_param
         use, and its `__deepcopy__`. `full` returns the weights in float32."""
-        parameter._hp_mapping = self
-        parameter.get_full_hp_param = full
-        parameter.set_full_hp_param = partial(self.store, parameter)
+        full_parameters.attach(parameter, self, read=full, write=partial(self.store, parameter))
         parameter.__deepcopy__ = partial(self._plain_copy, parameter)
 
-    def _detach_accessors(self, parameter: nn.Parameter) -> None:
+    def _detach_accessors(self, parameter: Any) -> None:
         """Removes the attributes of `_attach_accessors`, unless they are another engine's."""
-        if getattr(parameter, "_hp_mapping", None) is self:
-            for name in ("_hp_mapping", "get_full_hp_param", "set_full_hp_param", "__deepcopy__"):
-                delattr(parameter, name)
+        if full_parameters.detach(parameter, self):
+            del parameter.__deepcopy__
 
     def owns_module(self) -> bool:
         """False if another engine was made of the same module: that engine then stores the weights."""

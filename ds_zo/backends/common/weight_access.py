@@ -177,9 +177,10 @@ class WeightAccess:
                 self.write_stored(name, value, weights[name])
         self.stored_changed()
 
-    def replay_steps(self, rows: torch.Tensor) -> None:
-        """Repeats the steps that a trajectory recorded after the restored checkpoint, one row of `rows` per step. The
-        engine calls it on every rank after `restore`, where `ds_zo.checkpoint.trajectory` is set."""
+    def replay_steps(self, rows: torch.Tensor) -> int:
+        """Repeats the steps that a trajectory recorded after the restored checkpoint, one row of `rows` per step.
+        Returns the number of those that were skipped. The engine calls it on every rank after `restore`, where
+        `ds_zo.checkpoint.trajectory` is set."""
         raise NotImplementedError(f"backend {self.config.backend} records no trajectory")
 
     # State of one rank

@@ -38,10 +38,11 @@ from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
+from ds_zo.backends.common.full_parameters import ResidentParameters
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.lomo.buckets import GradientConsumer, buckets_of
 from ds_zo.backends.lomo.foreign_leaves import ForeignLeaves
-from ds_zo.backends.lomo.parameters import check_parameters, make_parameter_states
+from ds_zo.backends.lomo.parameters import FullWeights, check_parameters, make_parameter_states
 from ds_zo.backends.lomo.passes import BackwardPasses, BackwardPhase
 from ds_zo.backends.lomo.reducer import GradientReducer, LocalReducer, Reducer
 from ds_zo.backends.lomo.skipped_updates import SkippedUpdates
@@ -116,6 +117,10 @@ class LOMOBackend(RecomputedBackend):
         )
         self._publish_scale(overflow=False)
         self.module_state = None if self._block_store is None else RecomputedModuleState(self._block_store, module)
+        self._resident_parameters: ResidentParameters | None = None
+        if self._block_store is None:
+            full = FullWeights(self._parameter_states, keeps_residues=config.section.rounding == "kahan")
+            self._resident_parameters = ResidentParameters(full.parameters, read=full.read, write=full.write)
         self._warn()
 
     @classmethod
@@ -186,6 +191,7 @@ class LOMOBackend(RecomputedBackend):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._window.end_bare()
+        num_tries = self._window.num_tries
         store, trains = self._block_store, self.module.training
         if store is not None:
             refuse_router_logits(self.module, kwargs)
@@ -203,6 +209,7 @@ class LOMOBackend(RecomputedBackend):
             nullcontext() if store is None else store.first_forward_checked(),
         ):
             output = self.module(*args, **kwargs)
+        self._passes.watch_graph((args, kwargs), output, num_tries=num_tries)
         if self._foreign_leaves is not None:
             self._foreign_leaves.record_forward((args, kwargs), output)
         return output
@@ -328,6 +335,8 @@ class LOMOBackend(RecomputedBackend):
 
     def close(self) -> None:
         self._passes.close()
+        if self._resident_parameters is not None:
+            self._resident_parameters.close()
         if self._compiler is not None:
             self._compiler.close()
         if self.module_state is not None:

@@ -36,10 +36,45 @@ class ParameterState:
     """Number of the last backward pass that updated it."""
     block: RecomputedBlock | None = None
     """The streamed block that holds it. None: blocks are not streamed, or it is also used outside of one block."""
-    residue: torch.Tensor | None = None
-    """The sum of what rounding has dropped. None before its first update, and unless `rounding` is "kahan"."""
     partial_grad: torch.Tensor | None = None
     """The sum of the parts of its gradient so far. None: no part is held. See [Note: gradients in parts]."""
+    _residue: torch.Tensor | None = None
+    _residue_version: int = 0
+    """The parameter's version counter when the residue was set."""
+
+    @property
+    def residue(self) -> torch.Tensor | None:
+        """The sum of what rounding has dropped. None before its first update, after a user has written to the
+        parameter (by `load_state_dict`, for example), and unless `rounding` is "kahan"."""
+        return self._residue if self._residue_version == self.parameter._version else None
+
+    @residue.setter
+    def residue(self, value: torch.Tensor | None) -> None:
+        self._residue, self._residue_version = value, self.parameter._version
+
+
+class FullWeights:
+    """Reads and writes weights on the device in float32, with the residues of `rounding: kahan`."""
+
+    def __init__(self, states: Sequence[ParameterState], *, keeps_residues: bool) -> None:
+        self._state_of = {id(state.parameter): state for state in states}
+        self._keeps_residues = keeps_residues
+        self.parameters = [state.parameter for state in states]
+
+    @torch.no_grad()
+    def read(self, parameter: nn.Parameter) -> torch.Tensor:
+        found = parameter.detach().to(torch.float32, copy=True)
+        residue = self._state_of[id(parameter)].residue
+        return found if residue is None else found.add_(residue)
+
+    @torch.no_grad()
+    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        value = value.to(parameter.device, torch.float32)
+        parameter.data.copy_(value)
+        if self._keeps_residues and parameter.dtype is not torch.float32:
+            self._state_of[id(parameter)].residue = (value - parameter.detach().float()).to(
+                parameter.dtype, memory_format=torch.contiguous_format
+            )
 
 
 class Layer:

@@ -16,6 +16,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -74,6 +75,8 @@ class BackwardPasses:
         """Number of backward passes begun so far, measuring passes included."""
         self._frees_graph = True
         """The graph is freed by the running pass."""
+        self._checked_tasks: set[int] = set()
+        """Autograd's numbers of the running backward, if its graph is checked (`check_graph`)."""
         self.coef: torch.Tensor | None = None
         """Scalar on the device by which gradients are multiplied to clip and unscale them. None: one."""
         self.scale = 1.0
@@ -165,6 +168,35 @@ class BackwardPasses:
 
     # Gradients of this rank
 
+    def watch_graph(self, inputs: Any, output: Any, *, num_tries: int) -> None:
+        """Checks the graph of a forward's output at the begin of every backward (`check_graph`). An input that is
+        returned belongs to the user's graph, which several forwards may share."""
+        passes, given = weakref.ref(self), {id(value) for value in tree_flatten(inputs)[0]}
+
+        def check(_: torch.Tensor) -> None:
+            if (alive := passes()) is not None:
+                alive.check_graph(num_tries)
+
+        for found in tree_flatten(output)[0]:
+            if isinstance(found, torch.Tensor) and found.grad_fn is not None and id(found) not in given:
+                found.register_hook(check)
+
+    def check_graph(self, num_tries: int) -> None:
+        """Raises if weights have changed since a forward. Its backward would recompute blocks with the new weights, or
+        torch would raise. `num_tries`: of the window, at the forward."""
+        task = torch._C._current_graph_task_id()
+        if self._phase is BackwardPhase.IDLE:
+            if task in self._checked_tasks:
+                return
+            self._window.read_skipped()
+        if self._window.last_change > num_tries:
+            raise RuntimeError(
+                "a loss must come from a forward after the last update, because each backward updates the weights, got "
+                "a backward of an earlier forward: run the next forward after the backward before it, or add the "
+                "losses up and call backward once"
+            )
+        self._checked_tasks = {task}
+
     def on_gradient(self, state: ParameterState) -> None:
         """The hook of one parameter: its gradient is complete. The gradient is consumed and freed, or it is held until
         the rest of its block or its layer is complete."""
@@ -216,6 +248,7 @@ class BackwardPasses:
             self._window.begin_bare()
             self._updater.follow_groups()
             self._pass_number += 1
+            self._checked_tasks.add(torch._C._current_graph_task_id())
 
     # Recomputed blocks: the methods of `recompute.blocks.BlockConsumer`
 

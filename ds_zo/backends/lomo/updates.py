@@ -81,7 +81,8 @@ class Updater:
         self.rates = {}
         for i, group in enumerate(self._optimizer.param_groups):
             lr = float(group["lr"])
-            initial = self._initial_lrs[i] if i < len(self._initial_lrs) else lr
+            fallback = self._initial_lrs[i] if i < len(self._initial_lrs) else lr
+            initial = float(group.get("initial_lr", fallback))  # of the saved run in a resumed one, as lr is
             rate = lr, 1.0 - lr * float(group.get("weight_decay", 0.0)), lr / initial if initial else 1.0
             self.rates |= dict.fromkeys(map(id, group["params"]), rate)
 
@@ -99,6 +100,7 @@ class Updater:
         dither = Dither(step=self._window.num_updates, offset=state.offset) if rounds == "stochastic" else None
         if rounds == "kahan" and state.residue is None:
             state.residue = torch.zeros_like(p, memory_format=torch.contiguous_format)
+        residue = state.residue
         if not state.is_adapter:
             guard = self._rule.update(
                 state, grad, self._settings, lr=lr, decay=decay, coef=coef, dither=dither, guards=guards
@@ -122,6 +124,7 @@ class Updater:
                 residue=state.residue,
                 guards=guards,
             )
+        state.residue = residue  # of the updated parameter
         if guard is not None:
             self._window.skipped.add(state, guard)
 

@@ -30,6 +30,12 @@ class AccumulationWindow:
         self.skipped = skipped
         self.num_updates = 0
         """Number of backwards that have updated weights. It selects the bits of stochastic rounding."""
+        self.num_tries = 0
+        """Number of backwards that have updated weights or tried to. It never decreases."""
+        self.last_change = 0
+        """`num_tries` after the last backward that has updated weights, as far as the host knows."""
+        self._change_before = 0
+        """`last_change` before the last backward."""
         self._outcome: StepOutcome | None = None
         """None: no backward has ended since the last step."""
         self._accumulation = accumulation
@@ -62,6 +68,8 @@ class AccumulationWindow:
         self.num_updates += finite
         if finite:
             self.state = WindowState.UPDATED
+            self.num_tries += 1
+            self._change_before, self.last_change = self.last_change, self.num_tries
         elif self.state is WindowState.EMPTY:
             self.state = WindowState.MEASURED
 
@@ -74,7 +82,9 @@ class AccumulationWindow:
     def read_skipped(self) -> None:
         """Reads which updates of the last pass were skipped, and corrects the counters. See [Note: skipped updates]."""
         self.end_bare()
-        self.num_updates -= not self.skipped.read()
+        if not self.skipped.read():
+            self.num_updates -= 1
+            self.last_change = self._change_before
         if self._outcome is not None and isinstance(self._outcome.applied, DeferredScalar):
             self._outcome = replace(self._outcome, applied=bool(self._outcome.applied.get()))
             if not self._outcome.applied:

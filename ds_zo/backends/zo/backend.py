@@ -265,7 +265,7 @@ class ZOBackend(Backend):
             self._break_trajectory()
 
     @torch.no_grad()
-    def replay_steps(self, rows: torch.Tensor) -> None:
+    def replay_steps(self, rows: torch.Tensor) -> int:
         """Applies logged updates. Folds each unit where the original step's forward did, so that the weights have the
         same bits."""
         for row in rows:
@@ -279,6 +279,7 @@ class ZOBackend(Backend):
                 self._fold_everything()
         self._projected.zero_()
         self.state.forget()
+        return self.block_store.log.num_skipped(rows)
 
     def weights(self, *, omitted: Collection[str] = ()) -> Stream:
         placed = [p for unit in self.block_store.placement.units for p in unit.placed if p.name not in omitted]

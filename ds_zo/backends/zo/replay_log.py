@@ -30,6 +30,7 @@ class ReplayLog:
         )
         self.length = 0
         """Number of entries ever appended, which is the index of the current step."""
+        self._zero = torch.zeros((), device=device)
 
     @property
     def last_row(self) -> torch.Tensor:
@@ -41,10 +42,16 @@ class ReplayLog:
         self.rows[self.length % CAPACITY].copy_(row)
         self.length += 1
 
+    def num_skipped(self, rows: torch.Tensor) -> int:
+        """The number of entries among `rows` whose steps were skipped (`append`)."""
+        coefficients = rows[:, 1 + self.num_groups :]
+        return int(((coefficients == 0.0) & coefficients.signbit()).all(dim=1).sum())
+
     def append(self, g: torch.Tensor, *, lrs: Sequence[float], weight_decays: Sequence[float]) -> torch.Tensor:
         """Logs the update of a step with projected gradients `g` (one per direction). If `g` is not finite, the update
         changes nothing. Returns on the device whether `g` was finite. Numbers reach the device as kernel arguments: a
-        copy from the host might wait for the upload of a block."""
+        copy from the host might wait for the upload of a block. Coefficients of a skipped step are -0.0, and those of
+        other steps are not, so that `num_skipped` can tell them apart."""
         lr = torch.tensor(lrs, dtype=torch.float32)
         decays = (1.0 - lr * torch.tensor(weight_decays, dtype=torch.float32)).tolist()
         scales = (lr / self.num_directions).tolist()
@@ -54,8 +61,8 @@ class ReplayLog:
         row_decays, coefficients = row[1 : 1 + self.num_groups], row[1 + self.num_groups :].view(self.num_groups, -1)
         for group, (decay, scale) in enumerate(zip(decays, scales, strict=True)):
             row_decays[group].fill_(decay)
-            torch.mul(g, scale, out=coefficients[group])
+            torch.add(self._zero, g, alpha=scale, out=coefficients[group])  # 0.0 + -0.0 is 0.0
         row_decays.masked_fill_(~finite, 1.0)
-        coefficients.masked_fill_(~finite, 0.0)
+        coefficients.masked_fill_(~finite, -0.0)
         self.length += 1
         return finite

@@ -170,6 +170,53 @@ def test_fp16_scales_the_loss_and_skips_overflows() -> None:
     assert engine.skipped_steps == 0 and losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("form", [{"fp16": {"enabled": True}}, {"torch_autocast": {"enabled": True, "dtype": "fp16"}}])
+def test_a_direct_backward_is_refused_where_the_loss_is_scaled(form: dict[str, Any]) -> None:
+    """Its gradients would be divided by a scale that they do not have."""
+    model = adapted(dtype=torch.float16 if "fp16" in form else torch.float32)
+    engine = start(model, adapter_json(offload=False, **form))
+    before = weights(engine.module)
+    [batch] = batches(1)
+    with pytest.raises(RuntimeError, match=r"loss scale.*engine\.backward\(loss\).*bf16"):
+        engine(**batch).loss.backward()
+    assert all(torch.equal(value, before[name]) for name, value in weights(engine.module).items())
+    train(engine, [batch])
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_parameters_that_the_optimizer_gets_later_are_refused(offload: bool) -> None:
+    """Their gradients would be neither averaged nor clipped, and would add up from step to step."""
+    engine = start(adapted(), adapter_json(offload=offload))
+    train(engine, batches(1))
+    engine.module.add_adapter("second", METHODS["lora"]())
+    engine.module.set_adapter("second")
+    late = [p for name, p in engine.module.named_parameters() if ".second." in name]
+    engine.optimizer.add_param_group({"params": late})
+    with pytest.raises(ValueError, match=r"had when deepspeed\.initialize ran.*before initialize"):
+        train(engine, batches(1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_parameters_of_the_optimizer_that_are_not_the_models_are_not_trained(seed: int) -> None:
+    """As the warning at the start says. Their gradients do not add up, and do not change the others."""
+    torch.manual_seed(seed)
+    model, own = adapted(seed=seed), torch.nn.Parameter(torch.ones(()))
+    found = []
+    for has_foreign in (True, False):
+        copied = copy.deepcopy(model)
+        given = [p for p in copied.parameters() if p.requires_grad] + [own] * has_foreign
+        json = adapter_json(offload=seed == 0, gradient_clipping=[0.0, 1e-2, 1.0][seed])
+        engine = start(copied, json, optimizer=torch.optim.SGD(given, lr=0.1))
+        torch.manual_seed(seed)
+        for batch in batches(3):
+            engine.backward(engine(**batch).loss * own)
+            engine.step()
+        found.append(weights(engine.module))
+        if has_foreign:
+            assert own.grad is None and own.item() == 1.0
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 def test_a_stored_parameter_that_is_asked_to_train_is_refused() -> None:
     model = adapted()
     engine = start(model, adapter_json(frozen_dtype="nf4"))

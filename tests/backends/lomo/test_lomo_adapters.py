@@ -82,6 +82,25 @@ def test_adapters_resume_with_their_moments(tmp_path: Path) -> None:
     assert_equal(weights_of(whole.module), weights_of(resumed.module))
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_a_resumed_run_keeps_the_rates_of_adapters_whatever_its_json_says(scheduled: bool, tmp_path: Path) -> None:
+    """The groups of a resumed run have the learning rates of the checkpoint. Adapters follow these."""
+    schedule = {"scheduler": {"type": "LinearLR", "params": {"start_factor": 0.5, "total_iters": 4}}}
+    found = []
+    for lr in (None, 0.03, 0.4):
+        more = schedule if scheduled else {}
+        engine = start(config_for(lr=lr or 0.1, params={"adapter": ADAPTER}, **more), lora_model())
+        if lr is None:
+            train(engine, batches("llama", 2))
+            engine.save_checkpoint(str(tmp_path))
+        else:
+            engine.load_checkpoint(str(tmp_path))
+        train(engine, batches("llama", 2, first=2))
+        found.append(weights_of(engine.module))
+    assert_equal(found[0], found[1])
+    assert_equal(found[0], found[2])
+
+
 def test_a_frozen_base_stays() -> None:
     model = lora_model(train_base=False)
     before = weights_of(model)

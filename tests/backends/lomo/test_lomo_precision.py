@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.utils import safe_get_full_fp32_param
 from lomo_runs import assert_equal, batches, config_for, lively, start, train, weights_of
+from safetensors.torch import save_file
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -163,3 +167,29 @@ def test_one_pass_clippings_unscale_under_fp16_and_skip_overflows(
     moved = [torch.cat([(after[n] - before[n]).float().flatten() for n in before]) for before, after in runs]
     assert moved[0].norm().item() == pytest.approx(moved[1].norm().item(), rel=0.05)
     assert torch.nn.functional.cosine_similarity(moved[0], moved[1], dim=0) > 0.95
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_weights_that_a_user_writes_have_no_residue_of_the_old_ones(seed: int, tmp_path: Path) -> None:
+    """A residue of a large weight would be larger than a small one that takes its place."""
+    draw = random.Random(seed)
+    kind, clipping = draw.choice(["LOMO", "AdaLOMO"]), draw.choice([0.0, 1.0])
+    engine = start(config_for(kind, lr=1e-2, clipping=clipping, **BF16, ds_zo={"rounding": "kahan"}), lively("llama"))
+    train(engine, batches("llama", 3))
+    small = {name: value * 2**-10 for name, value in engine.module.state_dict().items()}
+    way = ["load_state_dict", "in place", "a model folder"][seed % 3]
+    if way == "load_state_dict":
+        engine.module.load_state_dict(small)
+    elif way == "in place":
+        with torch.no_grad():
+            for name, p in engine.module.named_parameters():
+                p.copy_(small[name])
+    else:
+        save_file({name: value.contiguous() for name, value in small.items()}, tmp_path / "model.safetensors")
+        engine.load_checkpoint(str(tmp_path))
+    assert not engine.backend.state_dict()["residues"]
+    assert all(torch.equal(safe_get_full_fp32_param(p), p.float()) for p in engine.module.parameters())
+    engine.optimizer.param_groups[0]["lr"] = 0.0
+    train(engine, batches("llama", 2))
+    assert_equal(weights_of(engine.module), small)
+    assert engine.backend.state_dict()["residues"]
