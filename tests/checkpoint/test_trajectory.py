@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import deepspeed
 import pytest
 import torch
 from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_batch, tiny_model
+from torch import nn
 from transformers import AutoModelForCausalLM
 from zo_runs import Toy, assert_equal, engine_for, log_lines, train, weights, zo_json
 
@@ -52,6 +54,42 @@ def test_recovery_loses_no_completed_step(name: str, tmp_path: Path) -> None:
     assert again.global_steps == 10
     assert train(again, BATCHES[10:12]) == expected[10:]
     assert_same_bits(planes(again), planes(whole))
+
+
+class Choosy(Toy):
+    """Runs the blocks in `used` alone, and never its last module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.never_used = nn.Linear(16, 16)
+        self.used = [0, 1, 2]
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.used:
+            x = self.blocks[index](x)
+        return x
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_modules_that_a_forward_does_not_use_fold_as_a_replay_folds_them(name: str, tmp_path: Path) -> None:
+    """Layer drop skips other blocks in each step. A recovered run has the weights of the run, and so has a replay."""
+    engine = engine_for(Choosy(), with_checkpoint(JSONS[name], trajectory=True))
+    (tmp_path / "base").mkdir()
+    save_file({k: v.clone() for k, v in engine.module.state_dict().items()}, tmp_path / "base" / "model.safetensors")
+    chosen = random.Random(FORMATS.index(name))
+
+    def choose(step: int) -> None:
+        engine.module.used = sorted(chosen.sample(range(3), chosen.randint(1, 3)))
+
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    train(engine, BATCHES[:10], choose)
+    crash(engine)
+    recovered = engine_for(Choosy(), with_checkpoint(JSONS[name], trajectory=True))
+    recovered.load_checkpoint(str(tmp_path / "saves"))
+    assert_same_bits(planes(recovered), planes(engine))
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    assert replay(tmp_path / "base", tmp_path / "saves" / "trajectory.bin", step=10, out=tmp_path / "ten") is True
+    assert_equal(load_file(tmp_path / "ten" / "model.safetensors"), weights(engine.module))
 
 
 def test_a_checkpoint_of_another_fold_order_goes_on_and_says_so(tmp_path: Path, monkeypatch: Any) -> None:

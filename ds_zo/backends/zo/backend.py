@@ -219,7 +219,7 @@ class ZOBackend(Backend):
         if self.settings.clip_projected_grad is not None:
             limit = self.settings.clip_projected_grad
             g = torch.where(g.isfinite(), g.clamp(-limit, limit), g)  # a step with an overflow is skipped, not clipped
-        self.block_store.materialiser.fold_units_at_capacity()
+        self.block_store.materialiser.fold_due()
         finite = self.block_store.log.append(
             g,
             lrs=[float(group["lr"]) for group in self.param_groups],
@@ -266,14 +266,10 @@ class ZOBackend(Backend):
 
     @torch.no_grad()
     def replay_steps(self, rows: torch.Tensor) -> None:
-        """Applies logged updates. Folds each unit where the original step's forward did, so that the weights have the
-        same bits."""
+        """Applies logged updates. Folds each unit where the original step did, so that the weights have the same
+        bits."""
         for row in rows:
-            for unit in self.block_store.placement.units:
-                if self.block_store.materialiser.pending(unit) and self.block_store.materialiser.folds(
-                    unit, step=self.block_store.log.length
-                ):
-                    self.block_store.materialiser.fold_now(unit)
+            self.block_store.materialiser.fold_due()
             self.block_store.log.append_row(row)
             if not self.config.section.stream.fuse_update:
                 self._fold_everything()
