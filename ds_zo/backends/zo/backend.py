@@ -256,7 +256,10 @@ class ZOBackend(Backend):
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
         self.block_store.must_choose_interval = False  # the checkpoint holds the interval
         # A trajectory starts from a checkpoint with all weights.
-        return self._checkpoint.snapshot(hold=hold, omit_frozen=omit_frozen, omit_base=self.recorder is None)
+        found = self._checkpoint.snapshot(hold=hold, omit_frozen=omit_frozen, omit_base=self.recorder is None)
+        if self.recorder is None:
+            return found
+        return replace(found, is_as_replayed=self._checkpoint.is_as_replayed(self.recorder.first_step))
 
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
         self._checkpoint.restore(saved, resume=resume, strict=strict)
