@@ -186,6 +186,25 @@ def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
     assert train(resumed, BATCHES[4:8]) == expected[4:]
 
 
+@pytest.mark.parametrize("options", [{}, {"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
+@pytest.mark.parametrize("name", ["fp32", "fp32 some resident", "fp32 resident", "two directions"])
+def test_weights_that_a_checkpoint_lacks_keep_their_pending_updates(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """They were frozen in the run that saved it, and are trained in the run that loads it."""
+    half_frozen = Toy()
+    half_frozen.embed.requires_grad_(False)
+    half_frozen.blocks[1].requires_grad_(False)
+    first = engine_for(half_frozen, JSONS[name])
+    train(first, BATCHES[:2])
+    first.save_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+    engine = engine_for(Toy(), JSONS[name])
+    train(engine, BATCHES[:4])
+    own = {n: value for n, value in weights(engine.module).items() if n.startswith(("embed", "blocks.1."))}
+    engine.load_checkpoint(str(tmp_path), **options)
+    assert_equal(weights(engine.module), weights(first.module) | own)
+
+
 def test_tied_weights_and_buffers(tmp_path: Path) -> None:
     class WithBuffer(torch.nn.Module):
         def __init__(self) -> None:

@@ -213,7 +213,7 @@ class ZOCheckpoint:
         if resume and not reasons:
             self._restore_planes(saved, omitted)
         else:
-            self._restore_values(saved, partial=wrong is not None)
+            self._restore_values(saved, partial=wrong is not None or bool(omitted))
             if resume:
                 self._block_store.log.length = state["step"]
                 logger.warning(
