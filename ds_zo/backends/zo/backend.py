@@ -102,6 +102,8 @@ class ZOBackend(Backend):
         )
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._projected = torch.zeros(self.settings.num_directions, device=device)
+        self._continues_noise = False
+        """Whether the checkpoint that was loaded last has the noise of this run."""
         self._tied_outputs_logged = self._narrow_loss_logged = False
         self._models_with_causal_loss = models_with_causal_loss(module)
         self._caches = Caches(module)
@@ -263,6 +265,9 @@ class ZOBackend(Backend):
 
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
         self._checkpoint.restore(saved, resume=resume, strict=strict)
+        facts = self._checkpoint.facts()
+        names = ("noise_version", "seed", "distribution", "num_directions")
+        self._continues_noise = all(saved.backend_state[name] == facts[name] for name in names)
         self.state.forget()
         if not resume:
             self._break_trajectory()
@@ -319,8 +324,15 @@ class ZOBackend(Backend):
             raise TypeError(f"projected gradients must be a tensor, got {type(state['projected']).__name__}")
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        if state["projected"].shape == self._projected.shape:
+        self.zero_grad()
+        if self._continues_noise and state["projected"].shape == self._projected.shape:
             self._projected.copy_(state["projected"])
+        elif state["projected"].any():
+            logger.warning(
+                "ds_zo: the checkpoint was saved between the micro-batches of a step, and their projected gradients "
+                "are along other noise than this run's, so they are dropped: load it with the same seed, distribution "
+                "and num_directions to continue the step (optimizer.params)"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.block_store.log.length, "seed": self.settings.seed, "noise_version": ops.NOISE_VERSION}
