@@ -85,6 +85,11 @@ class TrajectoryRecorder:
             self._start_log({"step": step, "sha256": ""})
 
     @property
+    def first_step(self) -> int:
+        """The step of the weights that the log starts from."""
+        return int(self._base["step"])
+
+    @property
     def follows_a_checkpoint(self) -> bool:
         """Whether the steps from now on can be replayed from a complete checkpoint."""
         return self._loaded_folder is not None or (self._file is not None and self._file.path.name == FILE)

@@ -25,13 +25,13 @@ class Recipe:
     num_directions: int
     interval: int
     capacity: int
-    """Number of rows in the replay log. A unit folds before it lags by that many steps."""
+    """Number of rows in the replay log. A unit that lags by that many steps folds."""
 
 
 def due(unit: Unit, *, step: int, interval: int, capacity: int) -> bool:
-    """Whether the forward of `step` folds pending updates into the unit. Blocks fold at different steps."""
+    """Whether `step` folds pending updates into the unit. Blocks fold at different steps."""
     every = interval if unit.is_block else 1
-    return unit.trainable and ((step + turn(unit.index, every)) % every == 0 or step - unit.version >= capacity - 1)
+    return unit.trainable and ((step + turn(unit.index, every)) % every == 0 or step - unit.version >= capacity)
 
 
 def fold(unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, recipe: Recipe) -> None:

@@ -39,6 +39,8 @@ class Snapshot:
     the snapshot is made."""
     order: Sequence[int] | None = None
     """Indices of the pieces in the order of writing, those first that training changes soonest; None: as listed."""
+    is_as_replayed: bool = True
+    """Whether a replay of the recorded steps would store the same bytes, so that their hash can check the replay."""
 
     def abandon(self) -> None:
         """Releases the memory of all pieces."""

@@ -133,7 +133,7 @@ class CheckpointingEngine(DeepSpeedEngine):
 
         def complete(manifest: Manifest) -> None:
             if recorder is not None and log_id is not None:
-                sha256 = None if omit_frozen else manifest.weights_sha256
+                sha256 = manifest.weights_sha256 if snapshot.is_as_replayed and not omit_frozen else None
                 recorder.complete(log_folder, log_id, step=step, sha256=sha256)
 
         written_state = host_copy(state) if asynchronous else state

@@ -186,6 +186,47 @@ def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
     assert train(resumed, BATCHES[4:8]) == expected[4:]
 
 
+@pytest.mark.parametrize("options", [{}, {"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
+@pytest.mark.parametrize("name", ["fp32", "fp32 some resident", "fp32 resident", "two directions"])
+def test_weights_that_a_checkpoint_lacks_keep_their_pending_updates(
+    name: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """They were frozen in the run that saved it, and are trained in the run that loads it."""
+    half_frozen = Toy()
+    half_frozen.embed.requires_grad_(False)
+    half_frozen.blocks[1].requires_grad_(False)
+    first = engine_for(half_frozen, JSONS[name])
+    train(first, BATCHES[:2])
+    first.save_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+    engine = engine_for(Toy(), JSONS[name])
+    train(engine, BATCHES[:4])
+    own = {n: value for n, value in weights(engine.module).items() if n.startswith(("embed", "blocks.1."))}
+    engine.load_checkpoint(str(tmp_path), **options)
+    assert_equal(weights(engine.module), weights(first.module) | own)
+
+
+@pytest.mark.parametrize("params", [{}, {"seed": 5}, {"num_directions": 2}, {"distribution": "rademacher"}], ids=str)
+@pytest.mark.parametrize("own_micro_batches", [0, 1])
+@pytest.mark.parametrize("saved_micro_batches", [4, 5])
+def test_projected_gradients_along_other_noise_are_dropped(
+    params: dict[str, Any], own_micro_batches: int, saved_micro_batches: int, tmp_path: Path
+) -> None:
+    """Those of the checkpoint's open step if its noise is another one, and those of this run's open step always."""
+    first = engine_for(Toy(), zo_json(gradient_accumulation_steps=2))
+    train(first, BATCHES[:saved_micro_batches])
+    first.save_checkpoint(str(tmp_path))
+    saved = first.backend._projected
+    engine = engine_for(Toy(), zo_json(gradient_accumulation_steps=2, params=params))
+    train(engine, BATCHES[:own_micro_batches])
+    with log_lines() as lines:
+        engine.load_checkpoint(str(tmp_path))
+    if params:
+        assert not engine.backend._projected.any()
+        assert any("are along other noise" in line for line in lines) is bool(saved.any())
+    else:
+        assert torch.equal(engine.backend._projected, saved)
+
+
 def test_tied_weights_and_buffers(tmp_path: Path) -> None:
     class WithBuffer(torch.nn.Module):
         def __init__(self) -> None:

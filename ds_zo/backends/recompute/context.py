@@ -30,12 +30,13 @@ class BlockProfile:
         self.random.own = generators_of(module)
         self.modules = list(module.modules())
         self.parameters = list(module.parameters())
-        self.draws: bool | None = None
-        """Whether its forward draws from the global generators of Python or numpy, which are slow to copy. None: not
-        known before the first training forward."""
-        self.changes: set[tuple[int, str]] | None = None
-        """Buffers that its forward changes or replaces: the module's index in `modules`, and the buffer's name. None:
-        not known before the first training forward."""
+        self.draws = False
+        """Whether its forward draws from the global generators of Python or numpy, which are slow to copy."""
+        self.changes: set[tuple[int, str]] = set()
+        """Buffers that its forward changes or replaces: the module's index in `modules`, and the buffer's name."""
+        self.known_flags: set[tuple[bool, ...]] = set()
+        """`training` flags of `modules` for which a forward has shown `draws` and `changes`. Norms that were frozen at
+        first, for example, change their statistics later."""
 
     def buffers(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
         """The block's buffers by their keys, which are as in `changes`."""
@@ -52,18 +53,18 @@ class ForwardContext:
     def __init__(self, profile: BlockProfile, device: torch.device) -> None:
         self._profile = profile
         self._random = profile.random.get_state()
-        records_python = profile.draws or (profile.draws is None and profile.module.training)
-        self._python = RandomState.python_state() if records_python else None
+        self._training = tuple(m.training for m in profile.modules)
+        self._is_known = self._training in profile.known_flags
+        self._python = RandomState.python_state() if profile.draws or not self._is_known else None
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
         ]
-        self._training = [m.training for m in profile.modules]
         self._trained = [p.requires_grad for p in profile.parameters]
         self._seen = [(key, buffer, _version(buffer)) for key, buffer in profile.buffers()]
         self._buffers = {
             key: buffer.detach().clone()
             for key, buffer, _ in self._seen
-            if profile.changes is None or key in profile.changes
+            if not self._is_known or key in profile.changes
         }
         """Copies, made before the forward, of the buffers that it changes in place. Until `end_forward`: of those that
         it may change."""
@@ -74,11 +75,10 @@ class ForwardContext:
         stays = {key: buffer for key, buffer, _ in self._seen if now.get(key) is buffer}
         changes = {key for key, _, _ in self._seen if key not in stays}
         changes |= {key for key, buffer, version in self._seen if key in stays and _version(buffer) != version}
-        if profile.changes is None:  # batch norms do not increase the version counters of their statistics
+        if not self._is_known:  # batch norms do not increase the version counters of their statistics
             changes |= {key for key, buffer in stays.items() if not torch.equal(buffer, self._buffers[key])}
-        changes |= profile.changes or set()
-        if profile.module.training:
-            profile.changes = changes
+        profile.known_flags.add(self._training)
+        changes = profile.changes = changes | profile.changes
         self._buffers = {
             key: self._buffers[key] if key in self._buffers else stays[key].detach().clone()
             for key in changes & stays.keys()
@@ -104,7 +104,7 @@ class ForwardContext:
                 if p.requires_grad is not trained:
                     stack.callback(p.requires_grad_, p.requires_grad)
                     p.requires_grad_(trained)
-            for number, name in self._profile.changes or self._buffers:
+            for number, name in self._profile.changes:
                 held = self._profile.modules[number]._buffers
                 if name in held:
                     stack.callback(held.__setitem__, name, held[name])

@@ -102,6 +102,8 @@ class ZOBackend(Backend):
         )
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._projected = torch.zeros(self.settings.num_directions, device=device)
+        self._continues_noise = False
+        """Whether the checkpoint that was loaded last has the noise of this run."""
         self._tied_outputs_logged = self._narrow_loss_logged = False
         self._models_with_causal_loss = models_with_causal_loss(module)
         self._caches = Caches(module)
@@ -219,7 +221,7 @@ class ZOBackend(Backend):
         if self.settings.clip_projected_grad is not None:
             limit = self.settings.clip_projected_grad
             g = torch.where(g.isfinite(), g.clamp(-limit, limit), g)  # a step with an overflow is skipped, not clipped
-        self.block_store.materialiser.fold_units_at_capacity()
+        self.block_store.materialiser.fold_due()
         finite = self.block_store.log.append(
             g,
             lrs=[float(group["lr"]) for group in self.param_groups],
@@ -256,24 +258,26 @@ class ZOBackend(Backend):
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
         self.block_store.must_choose_interval = False  # the checkpoint holds the interval
         # A trajectory starts from a checkpoint with all weights.
-        return self._checkpoint.snapshot(hold=hold, omit_frozen=omit_frozen, omit_base=self.recorder is None)
+        found = self._checkpoint.snapshot(hold=hold, omit_frozen=omit_frozen, omit_base=self.recorder is None)
+        if self.recorder is None:
+            return found
+        return replace(found, is_as_replayed=self._checkpoint.is_as_replayed(self.recorder.first_step))
 
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
         self._checkpoint.restore(saved, resume=resume, strict=strict)
+        facts = self._checkpoint.facts()
+        names = ("noise_version", "seed", "distribution", "num_directions")
+        self._continues_noise = all(saved.backend_state[name] == facts[name] for name in names)
         self.state.forget()
         if not resume:
             self._break_trajectory()
 
     @torch.no_grad()
     def replay_steps(self, rows: torch.Tensor) -> int:
-        """Applies logged updates. Folds each unit where the original step's forward did, so that the weights have the
-        same bits."""
+        """Applies logged updates. Folds each unit where the original step did, so that the weights have the same bits.
+        Returns the number of steps that were skipped."""
         for row in rows:
-            for unit in self.block_store.placement.units:
-                if self.block_store.materialiser.pending(unit) and self.block_store.materialiser.folds(
-                    unit, step=self.block_store.log.length
-                ):
-                    self.block_store.materialiser.fold_now(unit)
+            self.block_store.materialiser.fold_due()
             self.block_store.log.append_row(row)
             if not self.config.section.stream.fuse_update:
                 self._fold_everything()
@@ -321,8 +325,15 @@ class ZOBackend(Backend):
             raise TypeError(f"projected gradients must be a tensor, got {type(state['projected']).__name__}")
 
     def load_rank_state(self, state: Mapping[str, Any]) -> None:
-        if state["projected"].shape == self._projected.shape:
+        self.zero_grad()
+        if self._continues_noise and state["projected"].shape == self._projected.shape:
             self._projected.copy_(state["projected"])
+        elif state["projected"].any():
+            logger.warning(
+                "ds_zo: the checkpoint was saved between the micro-batches of a step, and their projected gradients "
+                "are along other noise than this run's, so they are dropped: load it with the same seed, distribution "
+                "and num_directions to continue the step (optimizer.params)"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self.block_store.log.length, "seed": self.settings.seed, "noise_version": ops.NOISE_VERSION}

@@ -83,6 +83,18 @@ class ZOCheckpoint:
             raise
         return Snapshot([*held, *pieces], lambda: state, order=order)
 
+    def is_as_replayed(self, first_step: int) -> bool:
+        """Whether the stored bytes are those of a replay from `first_step`, which folds units where training passes do.
+        A read of a parameter may have folded a unit earlier."""
+        last = self._block_store.log.length - 1
+
+        def is_early(unit: Unit) -> bool:
+            every = self._block_store.interval if unit.is_block else 1
+            last_fold = last - (last + turn(unit.index, every)) % every
+            return unit.trainable and unit.version > max(last_fold, first_step)
+
+        return not any(map(is_early, self._block_store.placement.units))
+
     def recorder(self) -> TrajectoryRecorder:
         """A recorder for the trajectory of a run that starts here. Reads all weights once, for the hash of the starting
         point."""
@@ -201,7 +213,7 @@ class ZOCheckpoint:
         if resume and not reasons:
             self._restore_planes(saved, omitted)
         else:
-            self._restore_values(saved, partial=wrong is not None)
+            self._restore_values(saved, partial=wrong is not None or bool(omitted))
             if resume:
                 self._block_store.log.length = state["step"]
                 logger.warning(

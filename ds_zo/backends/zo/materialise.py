@@ -323,13 +323,11 @@ class Materialiser:
             self.runtime.release(unit, None, keep_low=self._folds_later(unit))
         unit.bind_stored()
 
-    @torch.no_grad()
-    def fold_units_at_capacity(self) -> None:
-        """Folds units that the next log entry would leave more than the log's capacity behind: it overwrites the oldest
-        entry. Such units are used by no forward."""
-        for unit in self.placement.units:
-            if self.pending(unit) >= CAPACITY:
-                self.fold_now(unit)
+    def fold_due(self) -> None:
+        """Folds every unit whose fold is due in this step and that no forward has folded, because it was not used. So
+        folds depend on the step alone: all ranks make the same ones, and so does a replay of recorded steps."""
+        step = self.log.length
+        self.fold_now(*(unit for unit in self.placement.units if self.pending(unit) and self.folds(unit, step=step)))
 
     @torch.no_grad()
     def fold_now(self, *units: Unit) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,18 +20,16 @@ class PassInputs:
     Tensors are the caller's own, unless `copies` is set: then each pass gets copies."""
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, copies: bool) -> None:
-        self._leaves, self._spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
+        self._leaves, self._build = _flatten((tuple(args), dict(kwargs)))
         self.copies = copies
         self._before: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
     def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for one pass."""
-        made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(map(self._own, self._leaves), self._spec)
+        made: tuple[tuple[Any, ...], dict[str, Any]] = self._build(map(self._own, self._leaves))
         return made
 
     def _own(self, leaf: Any) -> Any:
-        if isinstance(leaf, UserDict):  # such as a tokenizer's BatchEncoding
-            return copy.copy(leaf)
         return leaf.clone() if self.copies and isinstance(leaf, torch.Tensor) else leaf
 
     def watch(self) -> None:
@@ -54,3 +53,26 @@ class PassInputs:
     def requiring_grad(self) -> list[torch.Tensor]:
         """Tensors among the arguments that require grad."""
         return [x for x in floats_of(self._leaves) if x.requires_grad]
+
+
+def _flatten(tree: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:
+    """The leaves of nested containers, and a function that makes the containers anew from leaves. torch flattens no
+    UserDict, such as a tokenizer's BatchEncoding."""
+    leaves, spec = pytree.tree_flatten(tree)
+    found: list[Any] = []
+    makers: list[Callable[[Iterator[Any]], Any]] = []
+    for leaf in leaves:
+        inside, make = [leaf], next
+        if isinstance(leaf, UserDict):
+            inside, build = _flatten(leaf.data)
+            make = partial(_refilled, leaf, build)
+        found += inside
+        makers.append(make)
+    return found, lambda values: pytree.tree_unflatten([make(values) for make in makers], spec)
+
+
+def _refilled(holder: UserDict[Any, Any], build: Callable[[Iterator[Any]], Any], values: Iterator[Any]) -> Any:
+    """A copy of `holder` that holds what `build` makes from the next of `values`."""
+    made = copy.copy(holder)
+    made.data = build(values)
+    return made

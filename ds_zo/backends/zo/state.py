@@ -67,15 +67,16 @@ class ReplayedState(ModuleState):
     def read(self, parameter: nn.Parameter) -> torch.Tensor:
         """The parameter's weights of the current step: itself if they are stored so on the device, else a copy on the
         host."""
-        unit, _ = self._placement_of[id(parameter)]
-        if not unit.streamed and not self._materialiser.pending(unit) and unit.viewable:
-            return parameter.detach()
+        unit, placed = self._placement_of[id(parameter)]
+        if not self._materialiser.pending(unit) and unit.viewable:
+            # Not from cached copies: user code may have written to the stored weights through a view of them.
+            return self._stored(unit, placed).clone() if unit.streamed else parameter.detach()
         key = (id(unit), self._materialiser.log.length)
         if self._cached is None or self._cached[:2] != key:
             with torch.inference_mode(False):
                 views = self._materialiser.materialise_clean(unit, scratch=self._materialiser.scratch_for(unit))
-                placed = zip(unit.placed, views, strict=True)
-                copies = {id(p.parameter): view.to("cpu", copy=True) for p, view in placed}
+                pairs = zip(unit.placed, views, strict=True)
+                copies = {id(p.parameter): view.to("cpu", copy=True) for p, view in pairs}
                 self._materialiser.release_clean(unit)
             self._cached = (*key, copies)
         copy = self._cached[2].pop(id(parameter), None)
@@ -83,6 +84,12 @@ class ReplayedState(ModuleState):
             self._cached = None
             return self.read(parameter)
         return copy
+
+    def _stored(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
+        """The parameter's elements in its unit's store buffer."""
+        self._materialiser.runtime.host_wait(unit)
+        planes = zip(unit.parts, unit.planes(unit.store_buffer), strict=True)
+        return next(placed.view(p.storage) for part, p in planes if any(other is placed for other in part.placed))
 
     @torch.no_grad()
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:

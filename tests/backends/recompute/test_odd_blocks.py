@@ -132,6 +132,39 @@ def test_everything_is_as_it_was_when_blocks_are_computed_again(clipping: float)
         torch.testing.assert_close(found, reference(data[0], theirs.shift), rtol=1e-4, atol=0.0)
 
 
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_statistics_change_once_a_forward_whichever_norms_are_frozen(seed: int) -> None:
+    """Other norms are in eval mode in each step. Recomputing a block leaves the statistics of the others alone."""
+    rng = random.Random(seed)
+    reference, engine = seeded(Normed), start(streamed(lr=0.05), seeded(Normed))
+    sgd = torch.optim.SGD(reference.parameters(), lr=0.05)
+    for step in range(5):
+        frozen = [i for i in range(3) if rng.random() < 0.5]
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+        for module in (reference, engine.module):
+            for i, block in enumerate(module.train().blocks):
+                block[1].train(i not in frozen)
+        reference(x).backward()
+        sgd.step()
+        sgd.zero_grad()
+        engine.backward(engine(x))
+        engine.step()
+    assert_close(engine.module_state_dict(), reference.state_dict(), atol=1e-5)
+
+
 class Subclass(dict):
     pass
 

@@ -8,6 +8,7 @@ fold, so bf16 runs are compared at one interval.
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from equivalence_runs import (
     zo_config,
     zo_engine,
 )
+from zo_runs import Toy, toy_batches
 from zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -76,6 +78,19 @@ def test_weights_move_at_all() -> None:
 )
 def test_streamed_run_equals_resident_run(stream: dict[str, Any]) -> None:
     assert_same_weights(run(stream=stream), resident_run())
+
+
+@pytest.mark.parametrize("interval", [1, 5, 64])
+def test_every_block_folds_once_in_an_interval(interval: int) -> None:
+    with zo_engine(Toy(), zo_config(stream={"writeback_interval": interval})) as engine:
+        blocks = engine.backend.block_store.placement.blocks
+        folds: dict[str, list[int]] = {unit.name: [] for unit in blocks}
+        for batch in toy_batches(1) * (3 * interval + 1):
+            one_step(engine, batch)
+            for unit in blocks:
+                folds[unit.name] += [unit.version] if unit.version not in (0, *folds[unit.name][-1:]) else []
+    for found in folds.values():
+        assert len(found) >= 3 and {after - before for before, after in pairwise(found)} == {interval}
 
 
 @pytest.mark.parametrize(

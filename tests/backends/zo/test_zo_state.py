@@ -3,10 +3,13 @@ the change is refused."""
 
 from __future__ import annotations
 
+import copy
+import random
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
@@ -267,6 +270,35 @@ def test_a_new_group_is_refused() -> None:
     engine.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))], "lr": LR})
     with pytest.raises(ValueError, match=r"had 1 parameter groups .* has 2 now: add groups before initialize"):
         one_step(engine, BATCHES[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", FP32)
+def test_a_write_through_a_parameter_is_read_whatever_was_read_before(name: str, seed: int) -> None:
+    """Reads of single parameters and writes to others of the same block, in any order."""
+    rng = random.Random(seed)
+    engine = engine_for(Toy(), JSONS[name])
+    train(engine, BATCHES[: rng.randint(1, 6)])
+    block = engine.module.blocks[1]
+    parameters = dict(block.named_parameters())
+    views = {n: p.data for n, p in parameters.items() if rng.random() < 0.5}
+    written: dict[str, float] = {}
+    for _ in range(12):
+        n = rng.choice(list(parameters))
+        action = rng.randrange(4)
+        if action == 0:
+            with deepspeed.zero.GatheredParameters([parameters[n]]):
+                pass
+        elif action == 1:
+            copy.deepcopy(parameters[n])
+        else:
+            written[n] = rng.random()
+            with torch.no_grad():
+                (views[n] if n in views and action == 2 else parameters[n]).fill_(written[n])
+        owner, _, own_name = rng.choice(list(written) or [n]).rpartition(".")
+        found = block.get_submodule(owner).state_dict()[own_name]
+        expected = written.get(f"{owner}.{own_name}")
+        assert expected is None or torch.equal(found, torch.full_like(found, expected))
 
 
 def test_parameters_that_were_replaced_are_refused() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import random
+from collections import UserDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -570,13 +571,14 @@ class Anneals(Remembers):
         (Anneals, zo_json(params={"num_directions": 2})),
     ],
 )
+@pytest.mark.parametrize("container", [dict, UserDict, hf.BatchEncoding])
 def test_what_a_forward_leaves_behind_is_as_of_one_pass(
-    kind: type[Remembers], json: dict[str, Any], passes: Recorder
+    kind: type[Remembers], json: dict[str, Any], container: Callable[..., Any], passes: Recorder
 ) -> None:
     """Passes start from the same buffers, generators and inputs. A forward leaves the state that one pass leaves."""
 
-    def batch(ids: torch.Tensor) -> dict[str, Any]:
-        return {"ids": ids, "shift": torch.ones(3), "given": torch.Generator().manual_seed(5)}
+    def batch(ids: torch.Tensor) -> Any:
+        return container({"ids": ids, "shift": torch.ones(3), "given": torch.Generator().manual_seed(5)})
 
     engine = engine_for(kind(), json)
     with torch.inference_mode():
