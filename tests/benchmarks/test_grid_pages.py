@@ -84,12 +84,12 @@ def test_a_session_is_taken_once_and_without_what_did_not_run(
     mine = [row("lomo"), row("zero2-offload-bf16", "oom"), row("lsp", "not run")]
     write(session / "lean-7b/rows.jsonl", [*mine, *later])
     write(session / "bound/rows.jsonl", [row("zero2-offload-bf16")])
-    write(session / "zo_full.jsonl", [{"case": "t1", "status": "ok"}])
+    write(session / "zo_paper.jsonl", [{"case": "t1", "status": "ok"}])
     for _ in range(2):
         assert adopt.main([str(session)]) == 0
     lean = (tmp_path / "results/lean/lean-7b/rows.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["case"] for line in lean] == ["lomo", "zero2-offload-bf16"]
-    assert len((tmp_path / "results/h200_zo_full.jsonl").read_text(encoding="utf-8").splitlines()) == 1
+    assert len((tmp_path / "results/h200_zo_paper.jsonl").read_text(encoding="utf-8").splitlines()) == 1
     assert not (tmp_path / "results/lean/bound").exists() and "lacks our methods" in capsys.readouterr().err
     other = json.loads((tmp_path / "results/lean/lean-7b-s/rows.jsonl").read_text(encoding="utf-8").splitlines()[1])
     assert other["case"] == "zero2-offload", "a table has rows of one run"

@@ -15,7 +15,7 @@ from ds_zo.bench.runner import Case
 from ds_zo.bench.shapes import materialise
 
 CASES: dict[str, tuple[type[TrainingCase], list[Case]]] = {
-    "benchmarks.zo_case:run_case": (zo_case.ZOCase, [*zo_presets.everything(), *zo_presets.full()]),
+    "benchmarks.zo_case:run_case": (zo_case.ZOCase, zo_presets.everything()),
     "benchmarks.lomo_cases:speed": (lomo_cases.LOMOCase, lomo_speed.cases_of("all")),
     "benchmarks.lomo_cases:memory": (lomo_cases.MemoryCase, lomo_speed.cases_of("all")),
     "benchmarks.lsp_cases:speed": (
