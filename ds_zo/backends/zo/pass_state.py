@@ -42,6 +42,19 @@ class Places:
     def without_hooks(self) -> Places:
         return Places(self.values, self.contents)
 
+    def beyond(self, others: Places) -> Places:
+        """Those of these places that are not among `others`."""
+        named = {(id(owner), name) for owner, name, _ in others.values}
+        held = {id(container) for container in (*others.contents, *others.hooks)}
+        return Places(
+            [place for place in self.values if (id(place[0]), place[1]) not in named],
+            [container for container in self.contents if id(container) not in held],
+            [container for container in self.hooks if id(container) not in held],
+        )
+
+    def __add__(self, others: Places) -> Places:
+        return Places([*self.values, *others.values], [*self.contents, *others.contents], [*self.hooks, *others.hooks])
+
 
 class SavedState:
     """A copy of module state, taken when it is made. Parameters are not saved: passes work on copies of them."""
@@ -163,6 +176,11 @@ class PassState:
         """Values and contents of each pass that is not running."""
         self._start = SavedState(self._places)
         self._current = num_passes - 1
+
+    @property
+    def places(self) -> Places:
+        """The places that each pass has its own state in."""
+        return self._places
 
     def set_places(self, places: Places) -> None:
         """Sets the places that each pass has its own state in."""

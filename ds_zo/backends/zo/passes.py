@@ -62,6 +62,8 @@ class TrainingPasses:
         self._checked = False
         """Whether the first training forward has run. That forward runs both in lockstep and one pass after the other,
         and it detects weights that are used where they are not materialised."""
+        self._known_flags: set[tuple[bool, ...]] = set()
+        """`training` flags of the model's modules for which the state of the passes is known."""
         self._num_watched = 0
 
     @property
@@ -74,6 +76,10 @@ class TrainingPasses:
         difference. `generators`: the random generators of the model."""
         self._lockstep.track_generators([*generators, *inputs.generators()])
         calls = [partial(self._one_pass, i, inputs) for i in range(self._num_passes)]
+        flags = tuple(m.training for m in self._module.modules())
+        if self._checked and flags not in self._known_flags:
+            self._find_state(calls)
+        self._known_flags.add(flags)
         if not self._checked:
             results = self._first_forward(calls, inputs)
             self._checked = True
@@ -125,6 +131,22 @@ class TrainingPasses:
 
         with self._pass_state.in_passes():
             return self._lockstep.one_by_one([partial(run_alone, i, call) for i, call in enumerate(calls)])
+
+    def _find_state(self, calls: Sequence[Callable[[], Any]]) -> None:
+        """Runs the passes once, without effects on the module and on the random states, to find the state that they
+        change and that earlier forwards did not. Norms that were frozen before write to their statistics, for
+        example."""
+        state = SavedState.of(self._module)
+        try:
+            self._run(calls)
+            changed = state.keep_changed().without_hooks().beyond(self._pass_state.places)
+        finally:
+            state.restore()
+        self._lockstep.rewind()
+        if changed:
+            if self._graphs is not None:
+                self._graphs.forget()
+            self._pass_state.set_places(self._pass_state.places + changed)
 
     def _first_forward(self, calls: Sequence[Callable[[], Any]], inputs: PassInputs) -> list[Any]:
         """Runs the first training forward with checks that later ones do not repeat.
