@@ -116,7 +116,8 @@ class BlockGraphs:
             if not has_hooks_inside and not any(part.frozen for part in unit.parts):
                 self._wrapped.append((unit.module, vars(unit.module).get("forward")))
                 method = unit.module.forward
-                unit.module.forward = StandIn(partial(self._forward, unit, method), method)
+                modules = tuple(unit.module.modules())
+                unit.module.forward = StandIn(partial(self._forward, unit, modules, method), method)
 
     def close(self) -> None:
         """Drops all recordings and restores the modules' forwards."""
@@ -146,8 +147,11 @@ class BlockGraphs:
         live recording."""
         return next((r.graph.pool() for r in self._recordings.values() if r is not None), None)
 
-    def _forward(self, unit: Unit, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replaces a block's forward: replays its recording, records it, or runs it as usual."""
+    def _forward(
+        self, unit: Unit, modules: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Replaces a block's forward: replays its recording, records it, or runs it as usual. `modules`: the block and
+        those inside it."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self._recorded_for is not self._block_store.materialiser:  # working copies have other addresses
@@ -162,7 +166,9 @@ class BlockGraphs:
             return forward(*args, **kwargs)
         shapes = tuple((t.shape, t.stride(), t.dtype, t.device) for t in tensors)
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        kind = (unit.module.training, autocast, len(args), tuple(kwargs), others, shapes)
+        trains = modules[0].training
+        flags = trains if all(m.training is trains for m in modules) else tuple(m.training for m in modules)
+        kind = (flags, autocast, len(args), tuple(kwargs), others, shapes)
         if not self._admits(kind):
             return forward(*args, **kwargs)
         key = (id(unit), self._lockstep.current, *kind)

@@ -42,6 +42,7 @@ class TrainingPasses:
         """`before_pass_long` is called with units that were used outside of their modules, before each pass gets its
         own copies of them."""
         self._module = module
+        self._modules = list(module.modules())
         self._block_store = block_store
         self._lockstep = lockstep
         self._num_passes = num_passes
@@ -76,7 +77,7 @@ class TrainingPasses:
         difference. `generators`: the random generators of the model."""
         self._lockstep.track_generators([*generators, *inputs.generators()])
         calls = [partial(self._one_pass, i, inputs) for i in range(self._num_passes)]
-        flags = tuple(m.training for m in self._module.modules())
+        flags = tuple(m.training for m in self._modules)
         if self._checked and flags not in self._known_flags:
             self._find_state(calls)
         self._known_flags.add(flags)

@@ -133,6 +133,23 @@ def test_inputs_of_many_lengths_are_not_all_recorded(monkeypatch: pytest.MonkeyP
     assert_same_weights(found, expected)
 
 
+def test_a_module_inside_a_block_that_changes_its_mode_is_not_replayed_in_the_other() -> None:
+    def trained(graphs: bool) -> tuple[Weights, bool]:
+        torch.manual_seed(0)
+        config = zo_config(lr=1e-4, offload=False, section={"cuda_graphs": graphs})
+        with zo_engine(seeded(lambda: Stack(Noisy)), config) as engine:
+            for step in range(9):
+                for block in engine.module.blocks:
+                    block.dropout.train(step // 3 == 1)  # blocks without dropout are recorded
+                one_step(engine, stack_batch(step))
+            recorded = graphs and any(engine.backend._graphs._recordings.values())
+            return masters_of(engine), recorded
+
+    (expected, _), (found, is_recorded) = trained(False), trained(True)
+    assert is_recorded
+    assert_same_weights(found, expected)
+
+
 def test_a_forward_of_a_blocks_own_is_there_again_afterwards() -> None:
     model = seeded(lambda: Stack(Plain))
     block = model.blocks[0]
