@@ -277,7 +277,7 @@ def ablation_table(rows: Rows) -> str | None:
     for name, row in rows.items():
         prefix, _, rest = name.rpartition(".")
         prefix, _, asked = prefix.rpartition(".")
-        if not name.startswith("t2.") or row.get("method") == "mezo":
+        if not name.startswith("t2."):
             continue
         in_table_1 = f"t1.{prefix.removeprefix('t2.')}.fp16.zo"
         whole = rows.get(in_table_1 if asked == "auto" else f"{prefix}.{asked}.all", {})

@@ -73,12 +73,10 @@ class AdapterBackend(RecomputedBackend):
         if self._base is not None:
             self.module_state = self._base.state
             self._base.state.master_of = self._trained.master_of
-        self._resident_parameters: ResidentParameters | None = None
-        if self._base is None:
-            floating = [p for p in module.parameters() if p.is_floating_point()]
-            self._resident_parameters = ResidentParameters(
-                floating, read=self._trained.read_full, write=self._trained.write_full
-            )
+        resident = [p for p in module.parameters() if self._base is None and p.is_floating_point()]
+        self._resident_parameters = ResidentParameters(
+            resident, read=self._trained.read_full, write=self._trained.write_full
+        )
         self._base_hash = BaseHash(module, self._base)
         if dist.is_initialized() and dist.get_world_size(process_group) > 1:
             use_world_timeout(process_group, device)
@@ -254,8 +252,7 @@ class AdapterBackend(RecomputedBackend):
 
     def close(self) -> None:
         self._trained.return_to_optimizer()
-        if self._resident_parameters is not None:
-            self._resident_parameters.close()
+        self._resident_parameters.close()
         if self._base is not None:
             self._base.close()
 

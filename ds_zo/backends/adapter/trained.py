@@ -72,7 +72,8 @@ class AdapterParameters:
     # Gradients
 
     def check_groups(self) -> None:
-        """Raises if a parameter of the optimizer may not be trained and requires a gradient."""
+        """Raises if the optimizer has got parameters since it was given, or if one that may not be trained requires a
+        gradient."""
         for group in self._optimizer.param_groups:
             for p in group["params"]:
                 if id(p) not in self._known:

@@ -117,10 +117,9 @@ class LOMOBackend(RecomputedBackend):
         )
         self._publish_scale(overflow=False)
         self.module_state = None if self._block_store is None else RecomputedModuleState(self._block_store, module)
-        self._resident_parameters: ResidentParameters | None = None
-        if self._block_store is None:
-            full = FullWeights(self._parameter_states, keeps_residues=config.section.rounding == "kahan")
-            self._resident_parameters = ResidentParameters(full.parameters, read=full.read, write=full.write)
+        resident = self._parameter_states if self._block_store is None else []
+        full = FullWeights(resident, keeps_residues=config.section.rounding == "kahan")
+        self._resident_parameters = ResidentParameters(full.parameters, read=full.read, write=full.write)
         self._warn()
 
     @classmethod
@@ -335,8 +334,7 @@ class LOMOBackend(RecomputedBackend):
 
     def close(self) -> None:
         self._passes.close()
-        if self._resident_parameters is not None:
-            self._resident_parameters.close()
+        self._resident_parameters.close()
         if self._compiler is not None:
             self._compiler.close()
         if self.module_state is not None:

@@ -169,7 +169,7 @@ class BackwardPasses:
     # Gradients of this rank
 
     def watch_graph(self, inputs: Any, output: Any, *, num_tries: int) -> None:
-        """Checks the graph of a forward's output at the begin of every backward (`check_graph`). An input that is
+        """Checks the graph of a forward's output at the start of every backward (`check_graph`). An input that is
         returned belongs to the user's graph, which several forwards may share."""
         passes, given = weakref.ref(self), {id(value) for value in tree_flatten(inputs)[0]}
 
@@ -192,8 +192,8 @@ class BackwardPasses:
         if self._window.last_change > num_tries:
             raise RuntimeError(
                 "a loss must come from a forward after the last update, because each backward updates the weights, got "
-                "a backward of an earlier forward: run the next forward after the backward before it, or add the "
-                "losses up and call backward once"
+                "a backward of an earlier forward: run each forward after the previous backward, or add the losses up "
+                "and call backward once"
             )
         self._checked_tasks = {task}
 

@@ -124,7 +124,7 @@ class Updater:
                 residue=state.residue,
                 guards=guards,
             )
-        state.residue = residue  # of the updated parameter
+        state.residue = residue  # with the version of the updated parameter
         if guard is not None:
             self._window.skipped.add(state, guard)
 

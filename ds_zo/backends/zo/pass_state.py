@@ -42,19 +42,6 @@ class Places:
     def without_hooks(self) -> Places:
         return Places(self.values, self.contents)
 
-    def beyond(self, others: Places) -> Places:
-        """Those of these places that are not among `others`."""
-        named = {(id(owner), name) for owner, name, _ in others.values}
-        held = {id(container) for container in (*others.contents, *others.hooks)}
-        return Places(
-            [place for place in self.values if (id(place[0]), place[1]) not in named],
-            [container for container in self.contents if id(container) not in held],
-            [container for container in self.hooks if id(container) not in held],
-        )
-
-    def __add__(self, others: Places) -> Places:
-        return Places([*self.values, *others.values], [*self.contents, *others.contents], [*self.hooks, *others.hooks])
-
 
 class SavedState:
     """A copy of module state, taken when it is made. Parameters are not saved: passes work on copies of them."""
@@ -177,15 +164,20 @@ class PassState:
         self._start = SavedState(self._places)
         self._current = num_passes - 1
 
-    @property
-    def places(self) -> Places:
-        """The places that each pass has its own state in."""
-        return self._places
-
     def set_places(self, places: Places) -> None:
         """Sets the places that each pass has its own state in."""
         self._places = places
         self._pass_buffers = [[None] * len(places.values) for _ in range(self._num_passes - 1)]
+
+    def add_places(self, found: Places) -> bool:
+        """Adds places that are not known yet, hooks left out. Returns whether there are any."""
+        known = self._places
+        named, held = {(id(owner), name) for owner, name, _ in known.values}, set(map(id, known.contents))
+        values = [place for place in found.values if (id(place[0]), place[1]) not in named]
+        contents = [container for container in found.contents if id(container) not in held]
+        if values or contents:
+            self.set_places(Places([*known.values, *values], [*known.contents, *contents], known.hooks))
+        return bool(values or contents)
 
     def forget_hooks(self) -> None:
         """Stops exchanging hooks. Forwards register hooks once, so only the first forward's passes need hooks of their

@@ -140,14 +140,12 @@ class TrainingPasses:
         state = SavedState.of(self._module)
         try:
             self._run(calls)
-            changed = state.keep_changed().without_hooks().beyond(self._pass_state.places)
+            changed = state.keep_changed()
         finally:
             state.restore()
         self._lockstep.rewind()
-        if changed:
-            if self._graphs is not None:
-                self._graphs.forget()
-            self._pass_state.set_places(self._pass_state.places + changed)
+        if self._pass_state.add_places(changed) and self._graphs is not None:
+            self._graphs.forget()
 
     def _first_forward(self, calls: Sequence[Callable[[], Any]], inputs: PassInputs) -> list[Any]:
         """Runs the first training forward with checks that later ones do not repeat.

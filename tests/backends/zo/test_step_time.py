@@ -171,6 +171,18 @@ def test_norms_that_are_frozen_at_first_count_each_batch_once(interleave: bool) 
     assert [block.table.tolist()[0] for block in engine.module.blocks] == [8.0] * 3
 
 
+class DroppingStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        pairs = (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)) for _ in range(3))
+        self.blocks = nn.ModuleList(pairs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
 @pytest.mark.usefixtures("single_process")
 def test_looking_for_state_changes_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with and without dropout in some modules, in turns, with write-backs pending."""
@@ -188,15 +200,3 @@ def test_looking_for_state_changes_no_training(monkeypatch: pytest.MonkeyPatch) 
     found = run()
     monkeypatch.setattr(TrainingPasses, "_find_state", lambda passes, calls: None)
     assert_equal(found, run())
-
-
-class DroppingStack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        pairs = (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)) for _ in range(3))
-        self.blocks = nn.ModuleList(pairs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
