@@ -64,7 +64,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=dict_raise_error_on_duplicate_keys)
     except ValueError as error:  # not JSON, not UTF-8, or a key that stands twice
-        raise UserError(f"{path} is not JSON without repeated keys: {error} (--deepspeed)") from None
+        raise UserError(f"{path} must be JSON without repeated keys: {error} (--deepspeed)") from None
     if not isinstance(config, dict):
         raise UserError(f"{path} must hold a JSON object, got a {type(config).__name__} (--deepspeed)")
     return config
