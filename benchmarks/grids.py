@@ -273,41 +273,28 @@ CURVES = Grid(
 """Learning curves at equal time: constant rates, half of what the accuracy table's decaying schedules begin with, which
 is their mean, to be ended by `--case-seconds`, one job at a time."""
 
-_ALPACA = ("--tf32", "--max-length", "256", "--pad-multiple", "16", "--eval-batch-size", "64")
-_LSP_TIME: dict[str, Any] = {"steps": 320, "batch_size": 4, "eval_every": 20, "warmups": (0.05,)}
-
-LSP_TIME = Grid(
-    {
-        "lsp-512": Method(_lsp(512), lrs=(5e-5,), **_LSP_TIME),
-        "lsp-1024": Method(_lsp(1024), lrs=(5e-5,), **_LSP_TIME),
-        "zero-offload": Method(ZERO_OFFLOAD_ADAMW, lrs=(5e-5,), **_LSP_TIME),
-    },
-    tasks=("alpaca",),
-    arguments=_ALPACA,
-)
-"""Time to equal perplexity, one job at a time and no other process on the device, batches of four as the paper's. The
-kernels are to be built before (a sweep with `--steps 1` into another file); LSP's fit is part of its first step, which
-`python -m benchmarks.equal_score` shows apart."""
-
 _BF16: Config = {"bf16": {"enabled": True}}
 _OVERLAPPED = {**ZERO_OFFLOAD_ADAMW["zero_optimization"], "overlap_comm": True, "contiguous_gradients": True}
-_LOW_MEMORY = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-_TWO_RATES: dict[str, Any] = {**_LSP_TIME, "lrs": (5e-5, 1e-4)}
+_TIMED: dict[str, Any] = {
+    "steps": 200,
+    "batch_size": 4,
+    "eval_every": 20,
+    "warmups": (0.05,),
+    "lrs": (2.5e-5, 5e-5, 1e-4),
+}
 
 LSP_EQUAL_TIME = Grid(
     {
-        "lsp-512": Method({**_lsp(512), **_BF16}, **_TWO_RATES),
-        "zero-offload": Method({**ZERO_OFFLOAD_ADAMW, **_BF16, "zero_optimization": _OVERLAPPED}, **_TWO_RATES),
-        "zero-offload-bf16": Method(
-            {**ZERO_OFFLOAD_ADAMW, "bf16": _LOW_MEMORY, "zero_optimization": _OVERLAPPED}, **_TWO_RATES
-        ),
+        "lsp-512": Method({**_lsp(512), **_BF16}, **_TIMED),
+        "lsp-512-dense": Method({**_lsp(512, edge="dense"), **_BF16}, **_TIMED),
+        "zero-offload": Method({**ZERO_OFFLOAD_ADAMW, **_BF16, "zero_optimization": _OVERLAPPED}, **_TIMED),
     },
     tasks=("alpaca",),
     seeds=(0, 1),
-    arguments=_ALPACA[1:],
+    arguments=("--max-length", "256", "--pad-multiple", "16", "--eval-batch-size", "64"),
 )
-"""As `lsp-time`, with nothing that only one side has: bf16, clipping by 1.0, two rates and two seeds each, and
-ZeRO-Offload's copies overlapped. It also runs with DeepSpeed's states in bf16."""
+"""Perplexity against the clock, one job at a time and no other process on the device. Batches are of four texts, as the
+paper's. All sides have bf16, clipping by 1.0, the same rates and seeds, and ZeRO-Offload's copies are overlapped."""
 
 QWEN_STEPS, QWEN_ZO_STEPS = 60, 300
 _ON_QWEN: dict[str, Any] = {"steps": QWEN_STEPS, "eval_every": QWEN_STEPS // 2, "warmups": (0.05,)}
@@ -446,7 +433,6 @@ GRIDS: dict[str, Grid] = {
     "lsp-glue": lsp_glue(576),
     "equal-z": EQUAL_Z,
     "curves": CURVES,
-    "lsp-time": LSP_TIME,
     "lsp-equal-time": LSP_EQUAL_TIME,
     "qwen": QWEN,
     "qwen-code": QWEN_CODE,

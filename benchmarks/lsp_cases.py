@@ -309,10 +309,9 @@ def _engine(contender: Contender, model: Any, case: LSPCase) -> Trainer:
         config["ds_zo"] = {**config.get("ds_zo", {}), "compile_blocks": True}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
     engine.train()
-    facts: Row = {"config": config}
-    if is_lsp:
-        facts |= {"described": engine.backend.describe(), **engine.backend.footprint()}
-    return Trainer(loss_of(engine), engine.backward, engine.step, contender.settings, engine, facts=facts)
+    facts: Row = {"config": config, **(engine.backend.footprint() if is_lsp else {})}
+    settings = engine.backend.describe() if is_lsp else contender.settings
+    return Trainer(loss_of(engine), engine.backward, engine.step, settings, engine, facts=facts)
 
 
 def _forward_backward(model: nn.Module, clipping: float) -> Trainer:

@@ -151,28 +151,26 @@ def host_cases() -> list[Case]:
 
 
 FIGURE_5 = (
-    # shape, batch, length: the LSP paper's four cases; LLaMA of the same size stands for DeepSeek-Coder
-    ("gpt2-774m", 4, 512),
-    ("llama-1.3b", 1, 384),
-    ("llama-3b", 16, 512),
-    ("llama-7b", 4, 1024),
+    # shape, batch, length, whom LSP is compared with: the LSP paper's four cases. LLaMA of the same size stands for
+    # DeepSeek-Coder. ZeRO-Offload's float32 states of LLaMA-7B would not fit the host
+    ("gpt2-774m", 4, 512, "zero2-offload"),
+    ("llama-1.3b", 1, 384, "zero2-offload"),
+    ("llama-3b", 16, 512, "zero2-offload"),
+    ("llama-7b", 4, 1024, "zero2-offload-bf16"),
 )
 LINKS_GBPS = (None, 20.0, 10.0)
 
 
 def figure_5_cases() -> list[Case]:
-    """LSP beside ZeRO-Offload on the machine's link and on slower ones. ZeRO-Offload has its states in float32, and in
-    bf16, which LLaMA-7B needs to fit the host. Steps of the paper's laptop cases are also taken apart (Figure 6), with
-    float32 states as in the paper. For the larger models, whose steps by ZeRO-Offload take seconds, that would take
-    longer than all else."""
+    """LSP beside ZeRO-Offload on the machine's link and on slower ones. Steps of the paper's laptop cases are taken
+    apart too (Figure 6). For the larger models, whose steps by ZeRO-Offload take seconds, that would take longer than
+    all else."""
     cases = []
-    for shape, batch, length in FIGURE_5:
-        for name in ("lsp-512", "zero2-offload-bf16", "zero2-offload"):
+    for shape, batch, length, other in FIGURE_5:
+        for name in ("lsp-512", other):
             method, params = CONTENDERS.get(name, (name, {}))
-            if method == "zero2-offload" and shape == "llama-7b":
-                continue
             settings: dict[str, Any] = {"batch": batch, "length": length, "max_s": 4.0, "links_gbps": LINKS_GBPS}
-            apart = shape in ("gpt2-774m", "llama-1.3b") and name != "zero2-offload-bf16"
+            apart = shape in ("gpt2-774m", "llama-1.3b")
             case = LSPCase(shape, method, params=params, take_apart=apart, **settings)
             host_gb = 8.0 + ALL[method].host_bytes(_FIGURE_5_NUMEL[shape]) / 1e9
             cases.append(case.to_run(f"figure5/{shape}/{name}", _SPEED, timeout_s=240, planned_host_gb=host_gb))

@@ -26,7 +26,6 @@ from benchmarks.accuracy import table as accuracy_table
 from benchmarks.adapter_pages import ADAPTER_BLOCKS
 from benchmarks.adapter_pages import SPEED as ADAPTER
 from benchmarks.compare_pages import COMPARE_BLOCKS
-from benchmarks.equal_score import seconds_to
 from benchmarks.grid_pages import GRID_BLOCKS
 from benchmarks.grids import read_grid
 from benchmarks.host_pages import HOST_BLOCKS
@@ -52,7 +51,7 @@ LOMO_STREAMED_RUN = "20261115T093718Z"
 LSP_RUN = "20261115T150212Z"
 LSP_LATER_RUN = "20261115T211400Z"
 ACCURACY, LEARNED, GAP = "h200_accuracy.jsonl", "h200_lsp_learned.jsonl", "h200_lsp_gap.jsonl"
-EQUAL_Z, LSP_TIME = "h200_equal_z.jsonl", "h200_lsp_time.jsonl"
+EQUAL_Z = "h200_equal_z.jsonl"
 SMOLLM, QWEN = "SmolLM2-135M", "Qwen2.5-Coder-1.5B"
 LSP_SETTINGS = {
     "learned": "lsp-512-dense",
@@ -64,7 +63,6 @@ TASKS = {"sst2": "SST-2", "rte": "RTE", "copa": "COPA", "boolq": "BoolQ", "alpac
 
 
 ACCURACY_SWEEP = sweep("accuracy", "--choose-rates --jobs 13")
-LSP_TIME_SWEEP = sweep("lsp-time", "--methods lsp-512,zero-offload --steps 200 -- --tf32 --max-length 256")
 LSP_SWEEP = sweep("lsp-gap", "--methods adamw,lsp-512-dense,lsp-512-dense-random,lsp-512-dense-global")
 
 
@@ -440,23 +438,6 @@ def _percent(values: Sequence[float]) -> str:
     return f"{statistics.mean(values):+.1f}{error} ({len(values)})"
 
 
-def lsp_time() -> str:
-    """Seconds to the perplexity that ZeRO-Offload ends with."""
-    lsp, other = (
-        next(row for row in rows_in(LSP_TIME) if row["method"] == name) for name in ("lsp-512", "zero-offload")
-    )
-    ours_s, theirs_s = (seconds_to(row, other["dev"]) for row in (lsp, other))
-    assert ours_s is not None and theirs_s is not None
-    return (
-        f"{SMOLLM} on Alpaca, {lsp['steps']} steps of {lsp['batch_size']} texts, float32 with TF32, clipping 1.0, one "
-        "seed, each method alone on the GPU, one after the other in one sweep. LSP (d = 512, projectors fitted to the "
-        f"first batch, learning rate {lsp['lr']:g}) reaches ZeRO-Offload's best perplexity on dev, {other['dev']:.2f}, "
-        f"after {ours_s:.0f} s, the fit counted. ZeRO-Offload (learning rate {other['lr']:g}, without `overlap_comm`) "
-        f"takes {theirs_s:.0f} s: a ratio of {ours_s / theirs_s:.2f}. One seed gives no spread. "
-        f"{source([lsp, other], LSP_TIME_SWEEP)}"
-    )
-
-
 # Quality of all methods
 
 
@@ -712,7 +693,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "lsp-learned": lsp_learned,
     "lsp-left-out": lsp_left_out,
     "lsp-random": lsp_random,
-    "lsp-time": lsp_time,
     "quality": all_quality,
     "checkpoints": checkpoints,
     "records": records,

@@ -49,7 +49,7 @@ def test_a_case_measures_both_batches_memory_and_parts(name: str) -> None:
         parts = apart["rest_s"] + apart["exposed_copy_s"] + apart["exposed_cpu_s"]
         assert parts == pytest.approx(apart["apart_step_s"]) and apart["exposed_spread_s"] >= 0
         assert row["host_bytes"] > 0 and row["device_bytes"] > 0
-        assert "8 x 8" in row["described"] or name == "lsp-none"
+        assert "8 x 8" in row["settings"] or name == "lsp-none"
     assert "breakdown/1.3b/2" in markdown([row])
 
 
