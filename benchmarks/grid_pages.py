@@ -17,7 +17,7 @@ from ds_zo.records.rows import Row, table
 RESULTS = Path(__file__).parent / "results"
 EQUAL_TIME, LORA_RATES = "h200_lsp_equal_time.jsonl", "h200_lora_lomo_rates.jsonl"
 _TIMED = {
-    "lsp-512": "LSP, d = 512",
+    "lsp-512": "LSP, d = 512, embedding projected",
     "lsp-512-dense": "LSP, d = 512, embedding whole",
     "zero-offload": "ZeRO-Offload",
 }
