@@ -220,16 +220,16 @@ class SafetensorsSource:
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         try:
-            if index.exists():
-                weight_map = json.loads(index.read_text())["weight_map"]
-                self._file_of = {name: folder / file for name, file in weight_map.items()}
-            elif single.exists():
+            if single.exists():  # first, as in transformers: saving one file leaves the index of earlier shards
                 with safe_open(single, framework="pt") as file:
                     self._file_of = dict.fromkeys(file.keys(), single)
+            elif index.exists():
+                weight_map = json.loads(index.read_text())["weight_map"]
+                self._file_of = {name: folder / file for name, file in weight_map.items()}
             else:
                 raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            path = index if index.exists() else single
+            path = single if single.exists() else index
             raise ValueError(f"{path} is damaged or cut off ({error}): download or save the model again") from error
 
     def names(self) -> set[str]:

@@ -187,6 +187,16 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
         engine_for(load_pretrained(hf.AutoModelForCausalLM, folder), zo_json())
 
 
+def test_one_file_saved_over_shards_counts(tmp_path: Path) -> None:
+    """transformers deletes the old shards and leaves their index."""
+    save(tiny_model("llama"), tmp_path / "model", sharded=True)
+    tiny_model("llama", seed=1).save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists()
+    folder = str(tmp_path / "model")
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder)
+    assert_same_run(load_pretrained(hf.AutoModelForCausalLM, folder), theirs, zo_json(), "llama")
+
+
 def test_meta_parameters_that_nobody_can_read_are_refused() -> None:
     with torch.device("meta"):
         model = tiny_model("llama")
