@@ -30,6 +30,8 @@ _FROZEN_DTYPE = "_ds_zo_frozen_dtype"
 _DORA = "peft.tuners.lora.dora"
 _RESIZING = ("_get_resized_embeddings", "_get_resized_lm_head", "_init_added_embeddings_weights_with_mean")
 """Functions of transformers that copy an embedding's values to one of another size."""
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Dtypes by their names in safetensors."""
 Source = Callable[[str], torch.Tensor]
 """Returns a parameter's value for its name."""
 
@@ -218,16 +220,16 @@ class SafetensorsSource:
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         try:
-            if index.exists():
-                weight_map = json.loads(index.read_text())["weight_map"]
-                self._file_of = {name: folder / file for name, file in weight_map.items()}
-            elif single.exists():
+            if single.exists():  # first, as in transformers: saving one file leaves the index of earlier shards
                 with safe_open(single, framework="pt") as file:
                     self._file_of = dict.fromkeys(file.keys(), single)
+            elif index.exists():
+                weight_map = json.loads(index.read_text())["weight_map"]
+                self._file_of = {name: folder / file for name, file in weight_map.items()}
             else:
                 raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            path = index if index.exists() else single
+            path = single if single.exists() else index
             raise ValueError(f"{path} is damaged or cut off ({error}): download or save the model again") from error
 
     def names(self) -> set[str]:
@@ -242,6 +244,12 @@ class SafetensorsSource:
         with safe_open(self._file_of[name], framework="pt") as file:
             found = file.get_slice(name)
             return found.get_dtype(), tuple(found.get_shape())
+
+    def float_dtype(self) -> torch.dtype | None:
+        """The dtype of the first floating-point tensor of the first file; None if that file has none."""
+        with safe_open(min(self._file_of.values()), framework="pt") as file:
+            found = (_FLOATS.get(file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
+            return next(filter(None, found), None)
 
     def _tensor(self, name: str) -> torch.Tensor:
         try:
@@ -272,13 +280,14 @@ def load_pretrained(
     auto_class: Any,
     name_or_path: str,
     *,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     frozen_dtype: FrozenDtype | None = None,
     **kwargs: Any,
 ) -> nn.Module:
     """Loads a pretrained model whose weights `deepspeed.initialize` reads directly into the host store.
 
-    `auto_class` is one of transformers' Auto classes, or a model's own class. `frozen_dtype` is the format in which the
+    `auto_class` is one of transformers' Auto classes, or a model's own class. `dtype` is as in `from_pretrained`,
+    "auto" included. `frozen_dtype` is the format in which the
     engine stores frozen weights of blocks, as `ds_zo.stream.frozen_dtype` in the JSON. Weights are encoded one at a
     time, so the model never exists in its own dtype.
 
@@ -310,11 +319,12 @@ def load_pretrained(
             del config.quantization_config  # else transformers would take the saved adapters' base for quantised
         make = getattr(auto_class, "from_config", None) or auto_class._from_config
         with _without_zero_init(), init_empty_weights(include_buffers=False):
-            model: nn.Module = make(config, dtype=dtype or dtype_without_request(config) or torch.float32)
+            model: nn.Module = make(config, dtype=_dtype(dtype, config, source))
         _keep_in_float32(model)
         model.tie_weights()  # type: ignore[operator]
         absent = sorted({name for name, _ in model.named_parameters()} - source.weight_names())
-        if not absent and not is_foreign:
+        untied = None if absent or is_foreign else _untied_name(model, source)
+        if not absent and not is_foreign and untied is None:
             model.eval()
             for name, buffer in model.named_buffers():
                 if name in source.names():
@@ -324,7 +334,13 @@ def load_pretrained(
             attach_source(model, source)
             object.__setattr__(model, _FROZEN_DTYPE, frozen_dtype)
             return model
-        found = f"weights quantised as {quantisation}" if is_foreign else f"a folder without {absent[0]}"
+        found = (
+            f"weights quantised as {quantisation}"
+            if is_foreign
+            else f"a folder without {absent[0]}"
+            if absent
+            else f"values of {untied} that differ from those of the weight that config.json ties it to"
+        )
     if frozen_dtype is not None:
         raise ValueError(
             "load_pretrained with frozen_dtype reads a folder of safetensors with the model's own parameter names, in "
@@ -333,6 +349,22 @@ def load_pretrained(
         )
     loaded: nn.Module = auto_class.from_pretrained(name_or_path, dtype=dtype, **kwargs)
     return loaded
+
+
+def _dtype(asked: torch.dtype | str | None, config: Any, source: SafetensorsSource) -> Any:
+    """The dtype that `from_pretrained` gives a model if the caller asks for `asked`."""
+    found = config.dtype if asked == "auto" else asked or dtype_without_request(config)
+    return found or source.float_dtype() or torch.float32
+
+
+def _untied_name(model: nn.Module, source: SafetensorsSource) -> str | None:
+    """The name of a tied weight for which the files have values of its own. `from_pretrained` does not tie such a
+    weight. None: there is none."""
+    first = {p: name for name, p in model.named_parameters()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if name != first[p] and name in source.weight_names() and not torch.equal(source(name), source(first[p])):
+            return name
+    return None
 
 
 def _keep_in_float32(model: Any) -> None:

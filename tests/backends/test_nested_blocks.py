@@ -246,6 +246,39 @@ def test_streamed_blocks_that_are_passed_over_are_refused_in_the_first_forward(b
     engine.destroy()
 
 
+class InEachOther(Toy):
+    """The first block runs the last one."""
+
+    def make(self) -> None:
+        self.blocks = nn.ModuleList(Attention() for _ in range(4))
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        first, *others, last = self.blocks
+        hook = first.mix.register_forward_hook(lambda m, given, found: found + last(found))
+        try:
+            for block in (first, *others):
+                x = x + block(x)
+        finally:
+            hook.remove()
+        return x
+
+
+@pytest.mark.parametrize("backend", ["lsp", "lomo", "zo"])
+def test_a_streamed_block_inside_another_is_refused(backend: str) -> None:
+    place = {**CPU, "offload_param": {"device": "cpu"}}
+    configs = {"lsp": lsp_json(zero_optimization=place), "lomo": streamed(), "zo": zo_json()}
+    engine = start(configs[backend], InEachOther().train())
+    with pytest.raises(ValueError, match=r"block blocks\.3 inside block blocks\.0: name the list .*stream\.blocks"):
+        engine(**batches(engine.module)[0])
+    engine.destroy()
+
+
+def test_resident_blocks_may_run_inside_one_another() -> None:
+    config = streamed(stream={"resident_blocks": 4})
+    expected = plain(InEachOther, lambda params: torch.optim.SGD(params, lr=0.1))
+    assert_close(trained(InEachOther, config), expected)
+
+
 class Changing(Swin):
     """Calls a stage whole at first, and then what is inside it."""
 

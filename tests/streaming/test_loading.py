@@ -109,6 +109,29 @@ def test_dtypes_are_those_of_from_pretrained(stored: torch.dtype, asked: torch.d
         assert_same_run(ours, theirs, zo_json(**bf16), "llama")
 
 
+def test_a_config_without_a_dtype_and_the_dtype_auto(tmp_path: Path) -> None:
+    folder = save(tiny_model("llama").bfloat16(), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    for text in (config, {name: value for name, value in config.items() if name != "dtype"}):
+        path.write_text(json.dumps(text))
+        for dtype in ({}, {"dtype": "auto"}, {"dtype": "float16"}):
+            ours = load_pretrained(hf.AutoModelForCausalLM, folder, **dtype)
+            theirs = hf.AutoModelForCausalLM.from_pretrained(folder, **dtype)
+            assert {p.dtype for p in ours.parameters()} == {p.dtype for p in theirs.parameters()}
+
+
+def test_weights_that_a_config_ties_and_the_files_do_not(tmp_path: Path) -> None:
+    folder = save(tiny_model("llama", tie_word_embeddings=False), tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tie_word_embeddings": True}))
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder)
+    ours = load_pretrained(hf.AutoModelForCausalLM, folder)
+    assert_same_run(ours, theirs, zo_json(), "llama")
+    with pytest.raises(ValueError, match=r"got values of lm_head\.weight that differ .*config\.json ties it to"):
+        load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="nf4")
+
+
 @pytest.mark.parametrize("asked", [None, torch.bfloat16])
 def test_a_float32_checkpoint_under_a_bf16_json(asked: torch.dtype | None, tmp_path: Path) -> None:
     """The weights are its values rounded, and the master copy still has what was rounded away."""
@@ -162,6 +185,16 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
     lost.unlink()
     with pytest.raises(FileNotFoundError, match=lost.name):
         engine_for(load_pretrained(hf.AutoModelForCausalLM, folder), zo_json())
+
+
+def test_one_file_saved_over_shards_counts(tmp_path: Path) -> None:
+    """transformers deletes the old shards and leaves their index."""
+    save(tiny_model("llama"), tmp_path / "model", sharded=True)
+    tiny_model("llama", seed=1).save_pretrained(tmp_path / "model")
+    assert (tmp_path / "model" / "model.safetensors.index.json").exists()
+    folder = str(tmp_path / "model")
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder)
+    assert_same_run(load_pretrained(hf.AutoModelForCausalLM, folder), theirs, zo_json(), "llama")
 
 
 def test_meta_parameters_that_nobody_can_read_are_refused() -> None:

@@ -43,8 +43,8 @@ class HostInputs:
         states. Masks and position embeddings, which blocks share, stay on the device."""
         chosen = {t.data_ptr() for t in tensors if t.requires_grad and t.numel()}
 
-        def pack(tensor: torch.Tensor) -> torch.Tensor | KeptInput:
-            return self._keep(tensor) if tensor.data_ptr() in chosen else tensor
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | KeptInput:
+            return self._keep(tensor) if tensor.data_ptr() in chosen else (tensor, tensor._version)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
             yield
@@ -75,6 +75,8 @@ class HostInputs:
         found = kept.upload()
         kept.wait()
         kept.release_device()
+        if not kept.is_intact:
+            raise _changed_in_place()
         if (before := self._kept.get(kept.number - 1)) is not None:
             before.upload()
         return found
@@ -107,6 +109,11 @@ class KeptInput:
         """Recorded after the last copy of this input, to the host or back."""
         self._device: torch.Tensor | None = tensor
         """The input on the device; None while only the host has it."""
+        self._version: int | None = tensor._version
+        """The version of the input while `_device` is the tensor that was saved, which a user may change. None later:
+        other code does not have the uploaded tensor."""
+        self.is_intact = True
+        """The input was not changed in place before its copy to the host had ended."""
         self._copy(self._view(), tensor)
 
     def _view(self) -> torch.Tensor:
@@ -134,12 +141,27 @@ class KeptInput:
         """Drops the input on the device. Memory that is freed then is used again on the compute stream."""
         if self._device is not None:
             self.wait()
-            self._device = None
+            self.is_intact = self.is_intact and self._version in (None, self._device._version)
+            self._device = self._version = None
 
     def __del__(self) -> None:
         self.release_device()
         self._owner.take_back(self._host)
 
 
-def _unpack(saved: torch.Tensor | KeptInput) -> torch.Tensor:
-    return saved._owner.fetch(saved) if isinstance(saved, KeptInput) else saved
+def _unpack(saved: tuple[torch.Tensor, int] | KeptInput) -> torch.Tensor:
+    if isinstance(saved, KeptInput):
+        return saved._owner.fetch(saved)
+    tensor, version = saved
+    if tensor._version != version:
+        raise _changed_in_place()
+    return tensor
+
+
+def _changed_in_place() -> RuntimeError:
+    """The error for an input that was changed after its block had run. Autograd makes this check for the tensors that
+    it saves itself."""
+    return RuntimeError(
+        "a block is computed again from its inputs, and one of them was changed in place after the block had run: "
+        "change a copy of it in the model's forward"
+    )

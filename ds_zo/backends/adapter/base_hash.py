@@ -16,6 +16,7 @@ from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.files import hash_json, hash_tensors
 from ds_zo.checkpoint.layout import host_tensors
 from ds_zo.streaming.loading import source_of
+from ds_zo.streaming.units import Unit
 
 
 class BaseHash:
@@ -31,8 +32,12 @@ class BaseHash:
     def description(self) -> dict[str, str]:
         """The source of the base, the formats in which it is stored, and the hash of the stored bytes."""
         frozen = {name: p for name, p in self._module.named_parameters() if not p.requires_grad}
-        names = frozenset(frozen)
-        key = (names, _sums(frozen.values()) if self._base is None else self._base.state.num_writes)
+        names, own, num_writes = frozenset(frozen), list(frozen.values()), 0
+        if self._base is not None:
+            units = [unit for unit in self._base.block_store.placement.units if _is_own_storage(unit)]
+            own = [p.parameter for unit in units for p in unit.placed if p.name in names]
+            num_writes = self._base.state.num_writes
+        key = (names, _sums(own), num_writes)
         if self._found is None or self._found[0] != key:
             self._found = (key, self._describe(names))
         return self._found[1]
@@ -48,7 +53,8 @@ class BaseHash:
             groups = []
             for unit in units:
                 by_name: dict[str, dict[str, torch.Tensor]] = {}
-                for name, value in host_tensors(unit).items():
+                own = {p.name: p.parameter.detach().cpu() for p in unit.placed} if _is_own_storage(unit) else None
+                for name, value in (host_tensors(unit) if own is None else own).items():
                     by_name.setdefault(name.partition(":")[0], {})[name] = value
                 groups += [tensors for name, tensors in by_name.items() if name in names]
         with ThreadPoolExecutor() as threads:
@@ -69,6 +75,11 @@ class BaseHash:
                 f"checkpoint {folder} has no frozen weights and needs the base of its run ({saved['source']}, sha256 "
                 f"{saved['sha256'][:16]}), got another base (sha256 {here['sha256'][:16]}): load the same model"
             )
+
+
+def _is_own_storage(unit: Unit) -> bool:
+    """Whether the unit's parameters are used as they are. Nothing counts a user's writes to them."""
+    return not unit.streamed and unit.viewable
 
 
 def _sums(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:

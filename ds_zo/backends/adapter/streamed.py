@@ -187,7 +187,7 @@ class FrozenModuleState(RecomputedModuleState):
                 continue
             unread = {id(p.parameter) for p in unit.placed if has_source(self._module, p.parameter)}
             values = [p.parameter if id(p.parameter) in unread else self.read(p.parameter) for p in unit.placed]
-            unit.bind(values)
+            unit.show_copies(values, step=unit.version)
             unit.assign_buffers(unit.store_buffer, None, streamed=False, low_streamed=False)
             for placed in unit.placed:
                 if id(placed.parameter) in unread:
@@ -215,10 +215,7 @@ class StreamedBase(SingleBackward):
         """Context of a training forward. `call`: the keywords of the forward."""
         refuse_router_logits(self._module, call)
         self.block_store.check_frozen()
-        with (
-            forward_pass(self.block_store, self.blocks, self.block_store.start_forward),
-            self.block_store.first_forward_checked(),
-        ):
+        with forward_pass(self.block_store, self.blocks, self.block_store.start_forward):
             yield
 
     def close(self) -> None:

@@ -31,10 +31,16 @@ class StrayWeightDetector(TorchFunctionMode):
 
     @classmethod
     def of_units(cls, units: Iterable[Unit]) -> StrayWeightDetector:
-        """A detector for units, whose keys are their ids. Frozen weights on the device are not checked, because they
-        are the same whether or not their unit is materialised."""
+        """A detector for units, whose keys are their ids. Frozen weights that are on the device in their own dtype are
+        not checked, because they are the same whether or not their unit is materialised."""
         by_id = {id(u): u for u in units}
-        placed = ((u, p) for u in by_id.values() for p in u.placed if p.trainable or u.streamed)
+        placed = (
+            (u, p)
+            for u in by_id.values()
+            for part in u.parts
+            for p in part.placed
+            if p.trainable or u.streamed or not part.viewable
+        )
         return cls({id(p.parameter): (id(u), p.name) for u, p in placed}, lambda key: by_id[key].in_use)
 
     def __torch_function__(

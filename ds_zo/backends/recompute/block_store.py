@@ -36,7 +36,7 @@ from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.loading import check_frozen_dtype
 from ds_zo.streaming.placement import Placement, plan_units
 from ds_zo.streaming.runtime import Slot
-from ds_zo.streaming.units import PlacedParameter, Unit
+from ds_zo.streaming.units import PlacedParameter, Unit, UnitState
 
 
 class MaterialisedBlock:
@@ -86,7 +86,8 @@ class RecomputedBlockStore(BlockStore):
             remedy="raise it or keep fewer blocks resident",
         )
         self._module = module
-        self._has_checked_strays = False
+        self._checked_modes: set[bool] = set()
+        """Whether gradients were on in the forwards that were checked for weights used outside of their blocks."""
         self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
         """The parameters' views of a slot and the slot's buffer, by the ids of unit and slot."""
         self._make_buffers()
@@ -111,7 +112,7 @@ class RecomputedBlockStore(BlockStore):
     def materialise(self, unit: Unit) -> Iterator[MaterialisedBlock]:
         """Context in which the unit's parameters are on the device. On exit the weights are copied back if `changed`
         was set; after an error the slot's contents are dropped."""
-        assert not unit.in_use, f"{unit.name} runs inside itself"
+        self._refuse_nested(unit)
         materialised = MaterialisedBlock()
         slot: Slot | None = None
         try:
@@ -141,6 +142,17 @@ class RecomputedBlockStore(BlockStore):
             else:
                 unit.leave_in_place()
 
+    def _refuse_nested(self, unit: Unit) -> None:
+        """Raises if the memory that the unit's weights need may hold those of another block."""
+        needs_memory = unit.streamed or not unit.viewable
+        for other in self.placement.blocks:
+            if (other is unit and unit.in_use) or (needs_memory and other.state is UnitState.MATERIALISED):
+                raise ValueError(
+                    "a block must not run inside another block, whose weights occupy its memory, got block "
+                    f"{unit.name} inside block {other.name}: name the list whose entries are called whole, or [] for "
+                    "none (ds_zo.stream.blocks)"
+                )
+
     def saving_inputs(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Context in which autograd saves the input tensors of one call of a block. A subclass may save them in another
         place."""
@@ -157,12 +169,13 @@ class RecomputedBlockStore(BlockStore):
 
     @contextmanager
     def first_forward_checked(self) -> Iterator[None]:
-        """Context of each forward. The first one raises where a block's weight is used outside of its block, unless the
-        user has compiled the module."""
-        checks = not self._has_checked_strays and not is_compiled_by_user(self._module)
+        """Context of each forward. The first one with gradients on, and the first one with them off, raise where a
+        block's weight is used outside of its block, unless the user has compiled the module."""
+        mode = torch.is_grad_enabled()
+        checks = mode not in self._checked_modes and not is_compiled_by_user(self._module)
         with refuse_strays(self.placement.blocks) if checks else nullcontext():
             yield
-        self._has_checked_strays = True
+        self._checked_modes.add(mode)
 
     @property
     def has_materialised(self) -> bool:

@@ -12,17 +12,17 @@ outside of the block is returned to the outer graph, which sums the gradients of
 times, its weights get one part of their gradients from each call. The parts are summed, and the sums are held until the
 last call.
 
-[Note: entries in mappings] A block may write tensors for later blocks to a dict that it is passed: the layers of Gemma
-3n share keys and values so. The block gets a copy of the dict. The entries that it writes are outputs of its autograd
-node, and are then written to the caller's dict.
+[Note: entries in containers] A block may write tensors for later blocks to a dict or list that it is passed: the layers
+of Gemma 3n share keys and values so. The block gets a copy of the container. The entries that it writes are outputs of
+its autograd node, and are then written to the caller's container.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections import Counter, UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -39,9 +39,11 @@ from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, CompiledForw
 from ds_zo.backends.recompute.context import BlockProfile, ForwardContext
 from ds_zo.config import ConfigError
 from ds_zo.streaming.blocks import reached_elsewhere
-from ds_zo.streaming.units import Unit
+from ds_zo.streaming.units import Unit, UnitState
 
 _numbers = itertools.count()
+_MAPPINGS = (dict, OrderedDict, defaultdict)
+_SEQUENCES = (list, deque)
 
 
 class BlockConsumer(Protocol):
@@ -95,16 +97,16 @@ class BlockCall:
         PEFT's adapters on parameters do (`target_parameters`), so that it does not show other changes."""
         self._output: _Structure | None = None
         self._user_dicts = list(user_dicts)
-        self._mappings: list[tuple[Any, dict[Any, Any]]] = []
-        """While the block runs: the mappings among its arguments, each with a copy of its entries before the call. See
-        [Note: entries in mappings]."""
+        self._containers: list[tuple[Any, dict[Any, Any]]] = []
+        """While the block runs: the containers in its arguments, each with its entries before the call. See
+        [Note: entries in containers]."""
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and keyword arguments of the call, with `tensors` for its input tensors."""
         args, kwargs = self.inputs.filled(tensors)
         plain = (*args, *kwargs.values())
         given = [UserDict(v) if is_one else v for v, is_one in zip(plain, self._user_dicts, strict=True)]
-        self._mappings = [(v, dict(v)) for v in given if _is_mapping(v)]
+        self._containers = [(container, _entries(container)) for container in _containers(given)]
         return tuple(given[: len(args)]), dict(zip(kwargs, given[len(args) :], strict=True))
 
     def check_weight_versions(self) -> None:
@@ -119,18 +121,19 @@ class BlockCall:
             )
 
     def flatten_output(self, output: Any) -> list[torch.Tensor]:
-        """Returns the tensors of the output and of the entries that the block wrote to mappings. The other leaves are
+        """Returns the tensors of the output and of the entries that the block wrote to containers. The other leaves are
         kept for `unflatten_output`."""
-        written = [{k: v for k, v in m.items() if v is not before.get(k)} for m, before in self._mappings]
-        self._mappings = []
+        written = [_changes(before, _entries(container)) for container, before in self._containers]
+        self._containers = []
         leaves, spec = tree_flatten((output, written))
         self._output = _Structure(leaves, spec)
         for leaf in self._output.others:
             _refuse_hidden_tensors(leaf, self.block.unit.name)
         return [leaves[i] for i in self._output.tensor_indices]
 
-    def unflatten_output(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[dict[Any, Any]]]:
-        """Returns the output of the call with `tensors` in it, and the entries that the block wrote to each mapping."""
+    def unflatten_output(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[_Changes]]:
+        """Returns the output of the call with `tensors` in it, and the changes that the block made to each
+        container."""
         structure, self._output = self._output, None
         assert structure is not None
         output, written = structure.filled(tensors)
@@ -213,8 +216,8 @@ class RecomputedBlock:
                 with self._block_store.saving_inputs(tensors):
                     outputs = _Recompute.apply(call, self._anchor if trains else None, *tensors, *shared)
                 output, written = call.unflatten_output(outputs)
-                for mapping, entries in zip(filter(_is_mapping, given), written, strict=True):
-                    mapping.update(entries)
+                for container, changes in zip(list(_containers(given)), written, strict=True):
+                    _change(container, *changes)
                 return output
         # A KeyboardInterrupt while a context exits would leave torch's modes changed. See [Note: whole steps].
         with (
@@ -236,14 +239,14 @@ class RecomputedBlock:
 
     def _copy_own_weights(self, leaves: Sequence[Any]) -> list[Any]:
         """Replaces outputs that are weights of the block (prompts, tables) by copies, because the next block will
-        overwrite the slot that holds these weights."""
-        if not self.unit.streamed:
+        overwrite the memory that holds these weights."""
+        if self.unit.state is not UnitState.MATERIALISED:
             return list(leaves)
-        slot_storages = {placed.parameter.untyped_storage().data_ptr() for placed in self.unit.placed}
+        storages = {placed.parameter.untyped_storage().data_ptr() for placed in self.unit.placed}
 
         def is_weight(leaf: Any) -> bool:
             is_dense = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-            return is_dense and leaf.untyped_storage().data_ptr() in slot_storages
+            return is_dense and leaf.untyped_storage().data_ptr() in storages
 
         return [leaf.clone() if is_weight(leaf) else leaf for leaf in leaves]
 
@@ -383,8 +386,40 @@ def _unpack_nothing(block: str) -> torch.Tensor:
     )
 
 
-def _is_mapping(value: Any) -> bool:
-    return type(value) in (dict, UserDict)
+_Changes = tuple[dict[Any, Any], list[Any]]
+"""The entries of a container that were written, and the keys or indices that were removed."""
+
+
+def _containers(arguments: Iterable[Any], *, nested: bool = False) -> Iterator[Any]:
+    """The dicts and lists in a block's arguments, of the kinds of which a block gets a copy."""
+    for value in arguments:
+        is_mapping = type(value) in _MAPPINGS or (type(value) is UserDict and not nested)
+        is_sequence = type(value) in _SEQUENCES
+        if is_mapping or is_sequence:
+            yield value
+        if is_mapping or is_sequence or isinstance(value, tuple):
+            yield from _containers(value.values() if is_mapping else value, nested=True)
+
+
+def _entries(container: Any) -> dict[Any, Any]:
+    """The entries by key, or by index."""
+    return dict(enumerate(container) if type(container) in _SEQUENCES else container)
+
+
+def _changes(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> _Changes:
+    written = {key: value for key, value in after.items() if key not in before or value is not before[key]}
+    return written, [key for key in before if key not in after]
+
+
+def _change(container: Any, written: Mapping[Any, Any], removed: Sequence[Any]) -> None:
+    """Makes the changes that `_changes` has found in a copy of the container."""
+    for key in reversed(removed):  # from the end of a list
+        del container[key]
+    for key, value in written.items():
+        if type(container) in _SEQUENCES and key == len(container):
+            container.append(value)
+        else:
+            container[key] = value
 
 
 def _plain(value: Any) -> Any:

@@ -1,15 +1,18 @@
 """The state besides arguments and weights on which a block's forward depends.
 
 [Note: the context of a forward] Between a forward and its recomputation a user may evaluate, or call the model in
-another mode or with other weights frozen. So a recomputation restores the state of the forward: random generators,
-autocast, `training` flags, `requires_grad` flags. A buffer that the forward changes in place (running statistics, the
-vectors of a spectral norm) is replaced by a copy of its value before the forward. The real buffer keeps the value that
-the forward has left in it. A buffer that the forward replaces by another tensor is not restored. Its module may have
-stored results that depend on the new tensor, as lazy caches do.
+another mode, with other weights frozen or with other adapters of PEFT. So a recomputation restores the state of the
+forward: random generators, autocast, `training` flags, `requires_grad` flags, active adapters, and forward hooks of
+modules inside the block. PEFT registers such hooks for one forward, to pass arguments to its layers (aLoRA). A buffer
+that the forward changes in place (running statistics, the vectors of a spectral norm) is replaced by a copy of its
+value before the forward. The real buffer keeps the value that the forward has left in it. A buffer that the forward
+replaces by another tensor is not restored. Its module may have stored results that depend on the new tensor, as lazy
+caches do.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,6 +21,13 @@ import torch
 from torch import nn
 
 from ds_zo.backends.common.random_state import RandomState, generators_of
+
+_ADAPTERS = ("_active_adapter", "_disable_adapters")
+"""Attributes of PEFT's layers that tell which adapters they use."""
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
+"""Attributes of a module that hold its forward hooks."""
 
 
 class BlockProfile:
@@ -30,6 +40,8 @@ class BlockProfile:
         self.random.own = generators_of(module)
         self.modules = list(module.modules())
         self.parameters = list(module.parameters())
+        self.adapted = [m for m in self.modules if all(hasattr(m, name) for name in _ADAPTERS)]
+        """PEFT's layers."""
         self.draws = False
         """Whether its forward draws from the global generators of Python or numpy, which are slow to copy."""
         self.changes: set[tuple[int, str]] = set()
@@ -60,6 +72,13 @@ class ForwardContext:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
         ]
         self._trained = [p.requires_grad for p in profile.parameters]
+        self._adapters = [[getattr(m, name) for name in _ADAPTERS] for m in profile.adapted]
+        self._hooks = {
+            (number, name): dict(hooks)
+            for number, m in enumerate(profile.modules)
+            for name in _HOOKS
+            if (hooks := getattr(m, name, {}))
+        }
         self._seen = [(key, buffer, _version(buffer)) for key, buffer in profile.buffers()]
         self._buffers = {
             key: buffer.detach().clone()
@@ -104,12 +123,23 @@ class ForwardContext:
                 if p.requires_grad is not trained:
                     stack.callback(p.requires_grad_, p.requires_grad)
                     p.requires_grad_(trained)
+            for m, adapters in zip(self._profile.adapted, self._adapters, strict=True):
+                for name, value in zip(_ADAPTERS, adapters, strict=True):
+                    stack.callback(setattr, m, name, getattr(m, name))
+                    setattr(m, name, value)
+            for number, m in enumerate(self._profile.modules):
+                for name in _HOOKS:
+                    before = self._hooks.get((number, name), {})
+                    now = getattr(m, name, {})
+                    if now != before:
+                        stack.callback(setattr, m, name, now)
+                        setattr(m, name, OrderedDict(before))
             for number, name in self._profile.changes:
                 held = self._profile.modules[number]._buffers
                 if name in held:
                     stack.callback(held.__setitem__, name, held[name])
-                    before = self._buffers.get((number, name))
-                    held[name] = held[name] if before is None else before.clone()
+                    value = self._buffers.get((number, name))
+                    held[name] = held[name] if value is None else value.clone()
             if self._python is not None:
                 stack.callback(RandomState.set_python_state, RandomState.python_state())
                 RandomState.set_python_state(self._python)

@@ -25,7 +25,6 @@ def wrap_blocks(
     """Replaces the forward of each streamed block."""
     refuse_router_logits(module)
     units = block_store.placement.blocks
-    _refuse_shared_modules(units)
     return [
         RecomputedBlock(unit, block_store, consumer=consumer, shared=shared, compiler=compiler)
         for unit, shared in zip(units, shared_parameters(module, [unit.module for unit in units]), strict=True)
@@ -92,17 +91,3 @@ class SingleBackward:
     def close(self) -> None:
         for block in self.blocks:
             block.close()
-
-
-def _refuse_shared_modules(units: Sequence[Unit]) -> None:
-    """Raises if a module with parameters belongs to two blocks. It would be stored with one of them, and would not be
-    on the device when the other runs."""
-    seen: dict[int, str] = {}
-    for unit in units:
-        for name, m in unit.module.named_modules():
-            if id(m) in seen and next(m.parameters(), None) is not None:
-                raise ValueError(
-                    f"blocks {seen[id(m)]} and {unit.name} share the module {name}: share its parameters instead, or "
-                    "keep the model on the device (remove zero_optimization.offload_param)"
-                )
-            seen[id(m)] = unit.name

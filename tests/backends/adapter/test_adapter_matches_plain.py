@@ -23,9 +23,10 @@ from adapter_runs import (
     train,
     weights,
 )
-from decoded_values import with_decoded_base
+from decoded_values import decoded, with_decoded_base
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tiny_models import tiny_model
+from torch import nn
 
 from ds_zo import ConfigError
 from ds_zo.backends.adapter.trained import AdapterParameters
@@ -279,8 +280,112 @@ def test_the_base_is_the_reference_of_dpo_and_a_frozen_adapter_is_exact() -> Non
         assert not torch.equal(engine(**batch).logits, plain(**batch).logits)
 
 
+def losses_of_two_adapters(call: Any, model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Of a forward without adapters, and of one with each of two, all made before the backward."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with model.disable_adapter():
+        loss = call(**batch).loss
+    for weight, name in ((1.0, "default"), (-0.5, "other")):
+        model.set_adapter(name)
+        for p in trained:
+            p.requires_grad_(True)  # `set_adapter` freezes the other adapter
+        loss = loss + weight * call(**batch).loss
+    return loss
+
+
+def test_blocks_are_computed_again_with_the_adapters_of_their_forward() -> None:
+    base = adapted()
+    base.add_adapter("other", METHODS["rslora"]())
+    for name, p in base.named_parameters():
+        p.requires_grad_("lora" in name)
+    found = []
+    for streams in (False, True):
+        model = copy.deepcopy(base)
+        model.config.use_cache = False
+        engine = start(model, adapter_json(offload=streams))
+        torch.manual_seed(7)  # of dropout
+        for batch in batches(2):
+            engine.backward(losses_of_two_adapters(engine, model, batch))
+            engine.step()
+        found.append(weights(model))
+        assert model.active_adapters == ["other"]
+    assert_moved(base, found[0])
+    for name, value in found[0].items():
+        assert torch.equal(value, found[1][name]), name
+
+
+def test_adapters_that_are_invoked_by_tokens_equal_a_plain_loop() -> None:
+    """PEFT passes the places of these tokens by hooks that it removes after the forward."""
+    data = batches(3)
+    for batch in data:
+        batch["input_ids"][:, 3] = 5
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[5])
+    model = peft.get_peft_model(tiny_model("llama"), config).train()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.05)
+    expected = run_plain(model, data)
+    assert_moved(model, expected[1])
+    assert_same(run(model, data), expected)
+
+
+class Leaking(nn.Module):
+    """Returns a frozen weight beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(8, 8).requires_grad_(False)
+        self.shift = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x + torch.tanh(self.base(x) + self.shift), self.base.weight
+
+
+class Odd(nn.Module):
+    """`outside`: the first block's weight is used where the block does not run."""
+
+    def __init__(self, *, outside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Leaking() for _ in range(4))
+        self.outside = outside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total: Any = self.layers[0].base.weight if self.outside else 0.0
+        for number, layer in enumerate(self.layers, 1):
+            x, weight = layer(x)
+            total = total + number * weight
+        return (x @ total).square().mean()
+
+
+@pytest.mark.parametrize("num_resident", [0, 4])
+def test_a_block_may_return_its_encoded_weight(num_resident: int) -> None:
+    x = torch.ones(2, 8)
+    engine = start(Odd(outside=False), adapter_json(frozen_dtype="bf12", resident_blocks=num_resident))
+    plain = Odd(outside=False)
+    for layer in plain.layers:
+        layer.base.weight.data = decoded(layer.base.weight.data, "bf12")
+    expected = plain(x)
+    assert torch.equal(engine(x), expected)
+    with torch.no_grad():
+        assert torch.equal(engine(x), expected)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("num_resident", [0, 4])
+def test_an_encoded_weight_that_is_used_outside_its_block_is_refused(num_resident: int, trains: bool) -> None:
+    engine = start(Odd(outside=True), adapter_json(frozen_dtype="bf12", resident_blocks=num_resident))
+    with (
+        torch.set_grad_enabled(trains),
+        pytest.raises(ValueError, match=r"layers\.0\.base\.weight was used outside the forward of the block"),
+    ):
+        engine(torch.ones(2, 8))
+
+
 def test_ranks_that_train_nothing_average_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
-    model = torch.nn.Linear(2, 2)
+    model = nn.Linear(2, 2)
     AdapterParameters(model, torch.optim.SGD(model.parameters(), lr=0.1), chosen=()).average_gradients()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from adapter_runs import adapted, adapter_json, batches, start, train
 from stream_clocks import Buffer, ClockedRuntime, Races, install
+from torch import nn
 
 from ds_zo.backends.adapter.activations import HostInputs, KeptInput
 from ds_zo.streaming import block_store
@@ -69,3 +70,40 @@ def test_batches_of_many_lengths_need_as_many_buffers_as_those_of_one() -> None:
         assert inputs.nbytes <= most
         hidden.sum().backward()
         assert first.grad is not None and (first.grad == 8 * 2.0**7).all()
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.base(x) + self.shift + mask)
+
+
+class Changing(nn.Module):
+    """Changes an input of blocks in place: the mask between blocks, or the hidden states after the block `after`."""
+
+    def __init__(self, after: int | None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Shifted() for _ in range(3))
+        self.after = after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(4)
+        for number, layer in enumerate(self.layers):
+            hidden, x = x, layer(x, mask)
+            if self.after is None:
+                mask.add_(0.1)
+            elif number == self.after:
+                hidden.mul_(2.0)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("after", [None, 1, 2])
+@pytest.mark.parametrize("offload", [True, False])
+def test_an_input_that_is_changed_after_its_block_is_refused(after: int | None, offload: bool) -> None:
+    engine: Any = start(Changing(after), adapter_json(offload_activations=offload))
+    with pytest.raises(RuntimeError, match="changed in place" if offload else "modified by an inplace operation"):
+        engine.backward(engine(torch.ones(2, 4)))

@@ -197,6 +197,28 @@ def test_weights_shared_between_blocks_and_with_what_is_around_them(clipping: fl
     assert_same_loop(Sharing, data, compare=compare, clipping=clipping, params={"norm_scope": scope})
 
 
+class SharingModules(Wandering):
+    """A module is in two blocks, another in a block and outside."""
+
+    def __init__(self) -> None:
+        super().__init__(num_blocks=3)
+        self.layers[2].up = self.layers[1].up
+        self.first = self.layers[0].norm
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.embed(input_ids))
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.5])
+def test_modules_shared_between_blocks_and_with_what_is_around_them(clipping: float) -> None:
+    data = [plain_batch(seed) for seed in range(3)]
+    compare = assert_close if clipping else assert_equal  # norms are added in another order
+    assert_same_loop(SharingModules, data, compare=compare, clipping=clipping)
+
+
 def test_models_that_were_never_put_in_train_mode_train() -> None:
     """They ask for key-value caches then, and blocks that get one keep nothing for a backward."""
     assert_same_run(lambda: lively("llama").eval(), lambda: batches("llama", 2), clipping=0.5)

@@ -157,13 +157,6 @@ def test_blocks_that_cannot_be_computed_again_are_refused(kind: type[nn.Module],
         engine(**plain_batch(0))
 
 
-def test_a_module_in_two_blocks_is_refused() -> None:
-    model = seeded(Wandering)
-    model.layers[1].up = model.layers[0].up
-    with pytest.raises(ValueError, match=r"layers\.0 and layers\.1 share the module up"):
-        start(streamed(), model)
-
-
 def test_router_losses_are_refused() -> None:
     lsp = lsp_json()
     on_host = {**lsp, "zero_optimization": {**lsp["zero_optimization"], "offload_param": {"device": "cpu"}}}

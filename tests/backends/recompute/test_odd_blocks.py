@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import UserDict
+from collections import OrderedDict, UserDict, defaultdict, deque
+from functools import partial
 from typing import Any
 
 import pytest
@@ -253,6 +254,76 @@ def test_blocks_may_leave_tensors_for_later_ones_in_a_mapping(kind: type, clippi
     engines[1].eval()
     with torch.no_grad():
         assert engines[1](torch.ones(2, WIDTH)) == engines[0](torch.ones(2, WIDTH))
+
+
+class Collecting(nn.Module):
+    """Leaves a loss of its own in one container, replaces an entry of another, and removes one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, losses: Any, *, state: tuple[Any, Any]) -> torch.Tensor:
+        entries, last = state
+        y = torch.tanh(self.inner(x)) + last[0]
+        losses.append(y.square().mean())
+        last[0] = y.mean()
+        if "first" in entries:
+            del entries["first"]
+        entries[f"number {len(losses)}"] = y
+        return x + y
+
+
+class Collected(nn.Module):
+    def __init__(self, sequence: type, mapping: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Collecting() for _ in range(4))
+        self.kinds = sequence, mapping
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses, entries, last = self.kinds[0](), self.kinds[1](first=x), [torch.zeros(())]
+        for layer in self.layers:
+            x = layer(x, losses, state=(entries, last))
+        assert list(entries) == [f"number {i}" for i in range(1, 5)] and len(losses) == 4
+        found: torch.Tensor = x.square().mean() + sum(losses) + last[0] + entries["number 2"].mean()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("sequence", "mapping"), [(list, dict), (deque, OrderedDict), (list, partial(defaultdict, int))]
+)
+def test_blocks_may_change_lists_and_dicts_anywhere_in_their_arguments(sequence: type, mapping: Any) -> None:
+    engines = [start(make(), seeded(lambda: Collected(sequence, mapping))) for make in (config_for, streamed)]
+    for engine in engines:
+        for seed in range(3):
+            engine.backward(engine(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(seed))))
+            engine.step()
+    assert_equal(weights_of(engines[1].module), weights_of(engines[0].module))
+
+
+class Steered(nn.Module):
+    """A forward with a hook inside each block that is there for this forward alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Hidden() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hooks = [layer.inner.register_forward_hook(lambda m, given, found: torch.tanh(found)) for layer in self.layers]
+        for layer in self.layers:
+            x = x + layer(x)
+        for hook in hooks:
+            hook.remove()
+        return x.square().mean()
+
+
+def test_hooks_of_a_forward_are_there_when_blocks_are_computed_again() -> None:
+    engines = [start(make(), seeded(Steered)) for make in (config_for, streamed)]
+    for engine in engines:
+        engine.backward(engine(torch.ones(2, WIDTH)))
+        engine.step()
+    assert_equal(weights_of(engines[1].module), weights_of(engines[0].module))
+    assert not any(m._forward_hooks for layer in engines[1].module.layers for m in layer.modules())
 
 
 GEMMA: dict[str, Any] = {
