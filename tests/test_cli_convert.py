@@ -126,6 +126,8 @@ def test_keys_that_deepspeed_has_removed_are_removed(tmp_path: Path, capsys: Cap
         ),
         ({"optimizer": ZO, "elasticity": {"enabled": False}}, ["--check"], "(elasticity)"),
         ({"optimizer": {"type": "LOMMO", "params": {}}}, ["--check"], 'did you mean "LOMO"?'),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-5"}}}, ["--check"], "write 1e-5 without quotes"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-5"}}}, ["--to", "zo"], "(optimizer.params.lr)"),
         ({"zero_optimization": {"stage": 4}}, ["--check"], "(zero_optimization.stage)"),
         ('{"optimizer": {}, "optimizer": {}}', ["--check"], "without repeated keys"),
         ("{", ["--to", "zo"], "without repeated keys"),

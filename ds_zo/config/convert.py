@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_zo.config.draft import Change, Draft
-from ds_zo.config.errors import ConfigError, shown
+from ds_zo.config.errors import ConfigError, shown, type_remedy
 from ds_zo.config.optimizers import STOCK_PARAMS
 from ds_zo.config.registry import entry_of, unknown_optimizer
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
@@ -171,6 +171,11 @@ def check_stock(ds_config: dict[str, Any]) -> None:
     if not isinstance(optimizer.get("params", {}), dict):
         text = f"params must be an object, got {shown(optimizer['params'])}; write {{...}} or leave it out"
         raise ConfigError(text, at="optimizer.params")
+    for key in ("lr", "weight_decay", "eps"):
+        found = optimizer.get("params", {}).get(key, "auto")
+        if found != "auto" and not _is_number(found):
+            text = f"{key} must be a number, got {shown(found)}; {type_remedy(found) or 'write a number'}"
+            raise ConfigError(text, at=f"optimizer.params.{key}")
     read_stock(plain, world_size=1)
 
 

@@ -90,6 +90,12 @@ def _check_folders(args: argparse.Namespace) -> None:
         except OSError as error:
             text = f"the run must be able to write to {folder}, got {error.strerror}: name another folder ({flag})"
             raise UserError(text) from error
+    if args.results is not None and args.results.exists():
+        try:
+            args.results.open("ab").close()
+        except OSError as error:
+            text = f"the run must be able to write to {args.results}, got {error.strerror}: name another file"
+            raise UserError(f"{text} (--results)") from error
 
 
 def _report(summary: Summary, args: argparse.Namespace) -> None:

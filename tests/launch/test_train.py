@@ -94,8 +94,18 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_training(flag: str, t
 
 
 @pytest.mark.usefixtures("single_process")
+def test_a_folder_in_place_of_a_file_of_rows_is_told_before_training(tmp_path: Path) -> None:
+    words = ["--deepspeed", str(write_config(tmp_path, ZO)), "--steps", "1", "--num-eval", "2", "--skip-zero-shot"]
+    words += ["--output-dir", str(tmp_path / "out"), "--results", str(tmp_path)]
+    with pytest.raises(ValueError, match=r"got Is a directory: name another file \(--results\)"):
+        run(parse_args(words))
+    assert not (tmp_path / "out" / "model").exists()
+
+
+@pytest.mark.usefixtures("single_process")
 def test_a_resumed_run_says_what_it_cannot_go_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another learning rate, another batch size of groups, and another folder than that of the best model."""
+    """Another learning rate, another batch size of groups, other rows, and another folder than that of the best
+    model."""
     path = write_config(tmp_path, ZO)
     config = json.loads(path.read_text())
     del config["scheduler"]
@@ -109,6 +119,8 @@ def test_a_resumed_run_says_what_it_cannot_go_on_with(tmp_path: Path, capsys: py
         run(parse_args([*again, "--lr", "1e-5"]))
     with pytest.raises(ValueError, match=r"the checkpoint has 4, got 8 \(--batch-size\)"):
         run(parse_args([*again, "--batch-size", "8"]))
+    with pytest.raises(ValueError, match=r"has 16 training examples of rows \w+, got 16 .*\(--data, .*--num-dev"):
+        run(parse_args([*again, "--num-dev", "8"]))
     capsys.readouterr()
     summary = run(parse_args(again))
     assert summary is not None and summary.model_folder is None and not (tmp_path / "other" / "model").exists()
@@ -269,11 +281,55 @@ def test_options_override_keys_that_deepspeed_also_reads(tmp_path: Path, params:
     assert config["bf16"] == {"enabled": True} and model_dtype(config) == "bf16"
 
 
-@pytest.mark.parametrize("kind", ["OneCycle", "OneCycleLR", "CyclicLR", "LRRangeTest"])
-def test_lr_is_refused_where_the_scheduler_replaces_it(tmp_path: Path, kind: str) -> None:
-    path = write_config(tmp_path, SGD, scheduler={"type": kind, "params": {}})
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}),
+        ("OneCycleLR", {"max_lr": 1.0}),
+        ("CyclicLR", {"base_lr": 0.1, "max_lr": 1.0}),
+        ("LRRangeTest", {}),
+    ],
+)
+def test_lr_is_refused_where_the_scheduler_replaces_it(tmp_path: Path, kind: str, params: dict[str, float]) -> None:
+    path = write_config(tmp_path, SGD, scheduler={"type": kind, "params": params})
     with pytest.raises(ValueError, match=rf"scheduler {kind} does not use, got 0.25: set scheduler.params.\w+ in"):
         read_config(parse_args(["--deepspeed", str(path), "--lr", "0.25"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bf16": True}, "bf16 must be an object, got true"),
+        ({"optimizer": "ZO"}, 'optimizer must be an object, got "ZO"'),
+        ({"scheduler": "WarmupLR"}, 'scheduler must be an object, got "WarmupLR"'),
+        ({"optimizer": {}}, "training needs an optimizer, got none in"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}}, "write 1e-3 without quotes"),
+        ({"train_micro_batch_size_per_gpu": "4"}, "write 4 without quotes"),
+        ({"train_micro_batch_size_per_gpu": "auto"}, "got it in train_micro_batch_size_per_gpu: write values in"),
+        ({"bf16": {"enabled": "auto"}}, "got it in bf16.enabled: write values in"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "got it in optimizer.params.lr: write values in"),
+    ],
+)
+def test_a_json_that_deepspeed_fails_on_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "optimizer": SGD, **changes}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_config(parse_args(["--deepspeed", str(path)]))
+
+
+def test_auto_is_accepted_where_it_is_replaced_or_means_the_default(tmp_path: Path) -> None:
+    automatic = {"lr": "auto"}
+    path = write_config(
+        tmp_path,
+        {"type": "AdamW", "params": automatic},
+        train_micro_batch_size_per_gpu="auto",
+        bf16={"enabled": "auto"},
+        zero_optimization={"stage": 2, "reduce_bucket_size": "auto"},
+    )
+    words = ["--deepspeed", str(path), "--lr", "0.25", "--batch-size", "3", "--dtype", "fp32"]
+    assert read_config(parse_args(words))["optimizer"]["params"] == {"lr": 0.25}
+    path = write_config(tmp_path, {"type": "ZO", "params": {**automatic, "compute_dtype": "auto"}})
+    assert read_config(parse_args(["--deepspeed", str(path)]))["optimizer"]["params"]["lr"] == "auto"
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
@@ -373,8 +429,12 @@ def test_help_names_every_task(capsys: pytest.CaptureFixture[str]) -> None:
         (["--epochs", "0"], "--epochs must be positive and finite, got 0"),
         (["--epochs", "nan"], "--epochs must be positive and finite, got nan"),
         (["--max-seconds", "inf"], "--max-seconds must be positive and finite, got inf"),
-        (["--eval-every", "-5"], "--eval-every must not be negative, got -5"),
-        (["--save-every", "-5"], "--save-every must not be negative, got -5"),
+        (["--eval-every", "-5"], "--eval-every must be finite and not negative, got -5"),
+        (["--save-every", "-5"], "--save-every must be finite and not negative, got -5"),
+        (["--method", "adamw", "--lr", "-1"], "--lr must be finite and not negative, got -1"),
+        (["--method", "adamw", "--lr", "nan"], "--lr must be finite and not negative, got nan"),
+        (["--seed", str(2**43)], f"--seed must be from -{2**42} to {2**42}, got {2**43}"),
+        (["--lora-rank", "2", "--lora-alpha", "nan"], "--lora-alpha must be positive and finite, got nan"),
         (["--lora-alpha", "32"], "--lora-alpha is a setting of LoRA adapters: it needs --lora-rank"),
         (["--lora-targets", "all-linear"], "--lora-targets is a setting of LoRA adapters: it needs --lora-rank"),
     ],
