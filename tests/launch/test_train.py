@@ -518,6 +518,27 @@ def test_ctrl_c_is_one_line(tmp_path: Path, run_script: Run) -> None:
     assert "Traceback" not in done.stderr
 
 
+CLOSED_PIPE = """
+import os, sys
+
+read, write = os.pipe()
+os.dup2(write, 1)
+os.close(read)
+from ds_zo.cli import main
+
+main(["train", "--steps", "1", "--num-eval", "2", "--no-save"])
+"""
+
+
+def test_a_closed_pipe_is_one_line(tmp_path: Path, run_script: Run) -> None:
+    """As `ds-zo train | head -1` closes it."""
+    (tmp_path / "closed.py").write_text(CLOSED_PIPE)
+    done = run_script(tmp_path / "closed.py", cwd=tmp_path, env=environment(), timeout_s=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: the reader of the output has closed it")
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
