@@ -37,6 +37,8 @@ _OWN_RATES = {kind: key for kind, key in PEAK_RATES.items() if key != "warmup_ma
 _OWN_RATES["LRRangeTest"] = "lr_range_test_min_lr"
 """Schedulers that replace the optimizer's learning rate by their own, each with the key of that rate."""
 
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:
     """Reads the JSON. Writes the command line's overrides into it, and what the embedded model or a CPU needs."""
@@ -56,6 +58,7 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
             if name in config or name == dtype:
                 config[name] = {**(config.get(name) or {}), "enabled": name == dtype}
     _refuse_auto(config, args)
+    _check_batch(config, args)
     return config
 
 
@@ -96,6 +99,26 @@ def _refuse_auto(config: dict[str, Any], args: argparse.Namespace) -> None:
         raise UserError(
             f'only Trainer and Accelerate replace "auto", got it in {", ".join(found)}: write values in '
             f"{args.deepspeed}, or leave these keys out (--deepspeed)"
+        )
+
+
+def _check_batch(config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Raises for batch sizes that DeepSpeed refuses."""
+    total, micro, steps = (config.get(key) for key in _BATCH_KEYS)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if total is None and micro is None:
+        raise UserError(
+            f"training needs a batch size, got none in {args.deepspeed}: write train_micro_batch_size_per_gpu, or name "
+            "it (--batch-size)"
+        )
+    if total is None:
+        return
+    steps = steps or (max(1, total // (micro * num_ranks)) if micro else 1)
+    micro = micro or max(1, total // (num_ranks * steps))
+    if total != micro * steps * num_ranks:
+        raise UserError(
+            f"train_batch_size must be micro-batch x accumulation steps x ranks, got {total} with {micro} x {steps} x "
+            f"{num_ranks}: leave train_batch_size out of {args.deepspeed}, or change one of them (--batch-size)"
         )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ds_zo.checkpoint.adapters import FILE as PEFT_FILE
@@ -39,7 +40,7 @@ def load_model(name: str, *, dtype: torch.dtype, lazily: bool, num_labels: int |
             model = load_pretrained(AutoModelForCausalLM, path, dtype=dtype)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         where = f"the folder {path}" if Path(path).is_dir() else f"a folder named {path}, then a Hub model of that name"
         first_line = str(error).strip().splitlines()[0]
         lacks_tokenizer = Path(path).is_dir() and not any(Path(path).glob("*token*"))

@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -235,6 +236,14 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
         load_model(str(tmp_path), dtype=torch.float32, lazily=False)
 
 
+@pytest.mark.parametrize("lazily", [False, True])
+def test_a_file_of_weights_that_is_cut_off_is_told(tmp_path: Path, lazily: bool) -> None:
+    shutil.copytree(FOLDER, tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "model.safetensors", 1000)
+    with pytest.raises(ValueError, match=r"could not load .*looked for the folder .*cut: .*header.*\(--model\)"):
+        load_model(str(tmp_path / "cut"), dtype=torch.float32, lazily=lazily)
+
+
 def test_a_trained_base_is_told_from_its_adapters() -> None:
     """PEFT saves adapters alone; what `--train-base` trained is saved beside them, under the model's own names."""
     model = tiny_model("llama")
@@ -306,6 +315,9 @@ def test_lr_is_refused_where_the_scheduler_replaces_it(tmp_path: Path, kind: str
         ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}}, "write 1e-3 without quotes"),
         ({"train_micro_batch_size_per_gpu": "4"}, "write 4 without quotes"),
         ({"train_micro_batch_size_per_gpu": "auto"}, "got it in train_micro_batch_size_per_gpu: write values in"),
+        ({"train_micro_batch_size_per_gpu": None}, "training needs a batch size, got none in"),
+        ({"train_batch_size": 6}, "got 6 with 4 x 1 x 1: leave train_batch_size out of"),
+        ({"train_batch_size": 8, "gradient_accumulation_steps": 4}, "got 8 with 4 x 4 x 1"),
         ({"bf16": {"enabled": "auto"}}, "got it in bf16.enabled: write values in"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "got it in optimizer.params.lr: write values in"),
     ],
@@ -315,6 +327,15 @@ def test_a_json_that_deepspeed_fails_on_is_refused(tmp_path: Path, changes: dict
     path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "optimizer": SGD, **changes}))
     with pytest.raises(ValueError, match=re.escape(message)):
         read_config(parse_args(["--deepspeed", str(path)]))
+
+
+def test_the_batch_size_goes_with_the_total_of_the_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_config(tmp_path, SGD, train_batch_size=24, gradient_accumulation_steps=3)
+    with pytest.raises(ValueError, match=r"got 24 with 4 x 3 x 1: .*\(--batch-size\)"):
+        read_config(parse_args(["--deepspeed", str(path)]))
+    assert read_config(parse_args(["--deepspeed", str(path), "--batch-size", "8"]))["train_batch_size"] == 24
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert read_config(parse_args(["--deepspeed", str(path)]))["train_micro_batch_size_per_gpu"] == 4
 
 
 def test_auto_is_accepted_where_it_is_replaced_or_means_the_default(tmp_path: Path) -> None:
