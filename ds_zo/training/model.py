@@ -55,7 +55,13 @@ def add_lora(model: Any, args: argparse.Namespace) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise UserError("--lora-rank needs the package peft: pip install peft") from None
-    targets = args.lora_targets if args.lora_targets == "all-linear" else args.lora_targets.split(",")
+    targets: Any = args.lora_targets
+    if targets != "all-linear":
+        targets = [name for word in targets.split(",") if (name := word.strip())]
+        paths = [f".{path}" for path, _ in model.named_modules()]
+        missing = [name for name in targets if not any(path.endswith(f".{name}") for path in paths)]
+        if missing:  # PEFT refuses names only if the model has none of them
+            raise UserError(f"the model has no module named {', '.join(missing)}: correct the names (--lora-targets)")
     kind = "CAUSAL_LM" if args.head == "lm" else "SEQ_CLS"
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets, task_type=kind)
     try:

@@ -258,6 +258,18 @@ def test_a_trained_base_is_told_from_its_adapters() -> None:
     assert all(torch.equal(found[name], plain[name] + 1.0) for name in plain)
 
 
+def test_every_name_of_lora_targets_must_be_a_modules() -> None:
+    """PEFT passes over a name that the model does not have, if it has another."""
+    words = ["--lora-rank", "2", "--lora-targets"]
+    wrapped = add_lora(tiny_model("llama"), parse_args([*words, "q_proj, v_proj"]))
+    assert {name.split(".")[-2] for name, _ in wrapped.named_modules() if name.endswith(".lora_A")} == {
+        "q_proj",
+        "v_proj",
+    }
+    with pytest.raises(ValueError, match=r"no module named v_prj, proj: correct the names \(--lora-targets\)"):
+        add_lora(tiny_model("llama"), parse_args([*words, "q_proj,v_prj,proj"]))
+
+
 def test_a_mistake_is_one_line_without_traceback(tmp_path: Path, run_script: Run) -> None:
     """Also one that is found when the engine is made."""
     arguments = ("--deepspeed", write_config(tmp_path, {"type": "LOMOO"}), "--skip-zero-shot")
