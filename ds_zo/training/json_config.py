@@ -13,7 +13,7 @@ from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
 from ds_zo.config import backend_of
 from ds_zo.config.convert import PEAK_RATES, autos_of, check_stock, without_auto
-from ds_zo.config.stock import block, read_stock
+from ds_zo.config.stock import block, optimizer_params, read_stock
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_FOLDER
 from ds_zo.tasks.embedded_model import folder_of
 from ds_zo.training.engine import REFERENCES
@@ -85,6 +85,9 @@ def _check(config: dict[str, Any], args: argparse.Namespace) -> None:
         raise UserError(
             f"training needs an optimizer, got none in {args.deepspeed}: add an optimizer section (--deepspeed)"
         )
+    optimizer_params(optimizer)
+    for key in ("bf16", "fp16", "scheduler"):
+        block(config, key)
     if backend_of(config) is None and str(optimizer.get("type")).lower() not in REFERENCES:
         check_stock(config)
     else:
