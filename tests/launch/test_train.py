@@ -54,7 +54,9 @@ def write_config(folder: Path, optimizer: dict, **more: object) -> Path:
 
 @pytest.fixture
 def rank_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job sets these variables where they are missing; they are restored after the test."""
+    """The job sets these variables where they are missing; they are restored after the test. The job does not end the
+    process group, which other tests use."""
+    monkeypatch.setattr("ds_zo.training.job.dist.destroy_process_group", lambda: None)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, os.environ.get(name, "0"))
 
