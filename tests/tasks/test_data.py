@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_zo.tasks import DataSource, TaskError, make_task
+from ds_zo.tasks.registry import Head
 
 
 def write_jsonl(path: Path, rows: list) -> Path:
@@ -95,18 +96,19 @@ def test_a_text_file_that_is_not_utf_8_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "row"),
+    ("task", "head", "row"),
     [
-        ("sst2", {"sentence": 5, "label": 0}),
-        ("text", {"text": 5}),
-        ("alpaca", {"instruction": "Add.", "output": 3}),
-        ("alpaca", {"instruction": "Add.", "input": ["1"], "output": "3"}),
+        ("sst2", "lm", {"sentence": 5, "label": 0}),
+        ("text", "lm", {"text": 5}),
+        ("alpaca", "lm", {"instruction": "Add.", "output": 3}),
+        ("alpaca", "lm", {"instruction": "Add.", "input": ["1"], "output": "3"}),
+        ("rte", "classifier", {"premise": "a", "hypothesis": 5, "label": 0}),
     ],
 )
-def test_a_text_that_is_no_string_is_told(tmp_path: Path, task: str, row: dict) -> None:
+def test_a_text_that_is_no_string_is_told(tmp_path: Path, task: str, head: Head, row: dict) -> None:
     file = write_jsonl(tmp_path / "all.jsonl", [row] * 20)
     with pytest.raises(TaskError, match=rf"task {task}: texts must be strings, got the row "):
-        make_task(task, DataSource(file=file)).check()
+        make_task(task, DataSource(file=file), head=head).check()
 
 
 def test_an_error_in_the_code_of_a_task_is_shown_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
