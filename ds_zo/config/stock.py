@@ -250,9 +250,8 @@ def _check_scheduler(settings: dict[str, Any]) -> None:
     for key, value in params.items():
         is_rate = key.endswith("lr") or key == "eta_min"
         for entry in value if isinstance(value, list) else [value]:
-            is_number = entry is None or isinstance(entry, (int, float))
             remedy = type_remedy(entry) if isinstance(entry, str) else None
-            if entry != "auto" and (remedy or (is_rate and not is_number)):
+            if entry != "auto" and (remedy or (is_rate and isinstance(entry, (str, dict)))):
                 rule = "must be a number" if is_rate else "must not be in quotes"
                 text = f"{key} {rule}, got {shown(entry)}; {remedy or 'write a number'}"
                 raise ConfigError(text, at=f"scheduler.params.{key}")
