@@ -151,12 +151,25 @@ def grid_of_file(path: Path) -> Grid:
         grid: Grid = _from_json(Grid, {**found, "methods": methods})
     except (json.JSONDecodeError, KeyError, AttributeError, TypeError) as error:
         raise GridError(f"{path} is no grid: {type(error).__name__} {error} (benchmarks/grid.py shows one)") from None
+    for name, method in methods.items():
+        optimizer = method.config.get("optimizer") if isinstance(method.config, dict) else None
+        if not isinstance(optimizer, dict) or not isinstance(optimizer.get("type"), str):
+            raise GridError(
+                f"the config of a method must have an optimizer with a type, got {method.config} of {name}: write one "
+                f"as in a DeepSpeed JSON ({path})"
+            )
     return grid
 
 
 def _from_json(kind: type[Any], values: dict[str, Any]) -> Any:
-    known = [f.name for f in dataclasses.fields(kind)]
+    known = {f.name: str(f.type) for f in dataclasses.fields(kind)}
     unknown = [name for name in values if name not in known]
     if unknown:
         raise GridError(f"a {kind.__name__.lower()} has {', '.join(known)}; got {', '.join(unknown)}")
+    for name, value in values.items():
+        is_list, of_numbers = known[name].startswith("tuple"), known[name].startswith(("tuple[int", "tuple[float"))
+        right = isinstance(value, list) == is_list or (value is None and "None" in known[name])
+        if not right or (of_numbers and not all(isinstance(item, (int, float)) for item in value or ())):
+            form = "a list of numbers" if of_numbers else "a list" if is_list else "one value"
+            raise GridError(f"{name} of a {kind.__name__.lower()} must be {form}, got {value!r}: correct it")
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

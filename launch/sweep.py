@@ -110,6 +110,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if args.results.is_dir():
+        parser.error(f"--results must be a file, got the folder {args.results}")
     if args.data_root is not None and not args.data_root.is_dir():
         parser.error(f"--data-root must be a folder, got {args.data_root}")
     if args.folder is None:

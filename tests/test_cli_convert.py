@@ -63,6 +63,24 @@ def test_the_plan_chooses_streaming_for_the_card(gb: float, streams: bool, tmp_p
     assert new["optimizer"]["params"]["lr"] == 0.1, "the rate of a small model"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "batch"),
+    [
+        ({"train_batch_size": 16}, 16),
+        ({"train_batch_size": 16, "gradient_accumulation_steps": 4}, 4),
+        ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}, 2),
+        ({"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}, 1),
+    ],
+)
+def test_the_plan_is_of_the_batch_that_one_process_trains(
+    sizes: dict[str, object], batch: int, tmp_path: Path, capsys: Captured
+) -> None:
+    stock = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}, **sizes}
+    words = ["--to", "lsp", "--model", "random:llama-tiny", "--seq", "16"]
+    assert main(["convert", written(tmp_path, stock), *words]) == 0
+    assert f" {batch} x 16 tokens, fp32, one process" in capsys.readouterr().err
+
+
 def test_check_names_the_backend_and_what_has_no_effect(tmp_path: Path, capsys: Captured) -> None:
     auto = {
         "train_micro_batch_size_per_gpu": "auto",
@@ -126,6 +144,8 @@ def test_keys_that_deepspeed_has_removed_are_removed(tmp_path: Path, capsys: Cap
         ),
         ({"optimizer": ZO, "elasticity": {"enabled": False}}, ["--check"], "(elasticity)"),
         ({"optimizer": {"type": "LOMMO", "params": {}}}, ["--check"], 'did you mean "LOMO"?'),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-5"}}}, ["--check"], "write 1e-5 without quotes"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-5"}}}, ["--to", "zo"], "(optimizer.params.lr)"),
         ({"zero_optimization": {"stage": 4}}, ["--check"], "(zero_optimization.stage)"),
         ('{"optimizer": {}, "optimizer": {}}', ["--check"], "without repeated keys"),
         ("{", ["--to", "zo"], "without repeated keys"),

@@ -31,6 +31,10 @@ from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
 from ds_zo.records.rows import Row
 
 _LISTS = ("seconds", "warmup_seconds", "losses", "last_words", "versions", "params", "env", "link_gbps", "laps_s")
+_OF_A_TABLE = (
+    *("model", "batch", "length", "dtype", "device", "layers", "device_memory_gb", "checkpointing", "data", "seed"),
+)
+"""Settings in `spec` that all rows of a table share."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -238,12 +242,34 @@ def _groups(args: argparse.Namespace, tables: Sequence[Sequence[CapPart]]) -> li
     for parts in tables:
         needed = [(part.out, part.of_tier(tiers[0])) for part in parts]
         found = run_to_resume(*needed) if args.resume and not args.run_id else None
+        others = _differences(parts, args.run_id or found)
+        if others and args.run_id:
+            raise ValueError(
+                f"a table is of one model on one card, but run {args.run_id} in {parts[0].folder} has another "
+                f"{', '.join(others)}: name a new run, or another folder (--run-id, --out)"
+            )
+        if others:
+            print(f"run {found} has another {', '.join(others)}: a new run begins here", file=sys.stderr)
+            found = None
         run_ids.append(args.run_id or found or new_run_id())
     return [
         Group(parts, tier, run_id, args.min_free_host_gib)
         for tier in tiers
         for parts, run_id in zip(tables, run_ids, strict=True)
     ]
+
+
+def _differences(parts: Sequence[CapPart], run_id: str | None) -> list[str]:
+    """Returns the settings that the cases have otherwise than the rows of a run, of those that a whole table shares."""
+    found = [
+        key
+        for part in parts
+        for row in (part.rows_of(run_id).values() if run_id else ())
+        for case in part.cases[1:2]  # the first contender's: the machine's case has no such settings
+        for key in _OF_A_TABLE
+        if "spec" in row.get("params", ()) and row["params"]["spec"].get(key) != case.params["spec"][key]
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _run_groups(groups: Sequence[Group], args: argparse.Namespace, *, device: str, ends: float) -> None:

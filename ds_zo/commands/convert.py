@@ -125,13 +125,12 @@ def _planned(args: argparse.Namespace, ds_config: dict[str, Any], first: Convers
     config = first.config
     section = config.get("ds_zo") or config.get("zero_optimization", {}).get("ds_zo") or {}
     params = config["optimizer"].get("params", {}) if "optimizer" in config else section.get("params") or {}
-    micro = config.get("train_micro_batch_size_per_gpu")
     decides = args.device_memory_gb is not None
     found = plan(
         args.model,
         device_memory_gb=args.device_memory_gb,
         host_memory_gb=args.host_memory_gb,
-        batch=args.batch if args.batch is not None else micro if isinstance(micro, int) else 1,
+        batch=args.batch if args.batch is not None else _micro_batch(config),
         seq=args.seq,
         dtype=_dtype(config),
         backends=[args.to],
@@ -167,6 +166,13 @@ def _planned(args: argparse.Namespace, ds_config: dict[str, Any], first: Convers
         remedy = "ds-zo plan compares all methods; a smaller batch or length takes less"
         lines.append(f"plan: it does NOT fit the {what}'s memory: {remedy}")
     return converted, lines
+
+
+def _micro_batch(config: dict[str, Any]) -> int:
+    """Sequences of a micro-batch in one process, as DeepSpeed computes them; 1 if the JSON does not say."""
+    names = ("train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps")
+    micro, total, steps = (value if isinstance(value := config.get(name), int) else None for name in names)
+    return micro or max(1, (total or 1) // (steps or 1))
 
 
 def _written(keys: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_zo.config.draft import Change, Draft
-from ds_zo.config.errors import ConfigError, shown
+from ds_zo.config.errors import ConfigError, shown, type_remedy
 from ds_zo.config.optimizers import STOCK_PARAMS
 from ds_zo.config.registry import entry_of, unknown_optimizer
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
@@ -22,7 +22,7 @@ from ds_zo.config.resolved import Resolved
 from ds_zo.config.rules import REFUSED, check_top_level
 from ds_zo.config.section import NEED_STREAMING
 from ds_zo.config.starting_rates import StartingRate, starting_rate
-from ds_zo.config.stock import block, is_on, lookup, read_stock
+from ds_zo.config.stock import block, is_on, lookup, optimizer_params, read_stock
 from ds_zo.versions import REMOVED_FEATURES
 
 _NO_ZERO = "a setting of ZeRO itself, which {type} does not run"
@@ -168,9 +168,12 @@ def check_stock(ds_config: dict[str, Any]) -> None:
     is_known = isinstance(kind, str) and (kind.lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, kind))
     if optimizer and not is_known:
         raise unknown_optimizer(kind)
-    if not isinstance(optimizer.get("params", {}), dict):
-        text = f"params must be an object, got {shown(optimizer['params'])}; write {{...}} or leave it out"
-        raise ConfigError(text, at="optimizer.params")
+    params = optimizer_params(optimizer)
+    for key in ("lr", "weight_decay", "eps"):
+        found = params.get(key, "auto")
+        if found != "auto" and not _is_number(found):
+            text = f"{key} must be a number, got {shown(found)}; {type_remedy(found) or 'write a number'}"
+            raise ConfigError(text, at=f"optimizer.params.{key}")
     read_stock(plain, world_size=1)
 
 
@@ -422,7 +425,7 @@ def _type_before(draft: Draft) -> Any:
 def _peak(ds_config: dict[str, Any]) -> float | None:
     """The largest learning rate of a scheduler that does not scale the optimizer's; None for one that does."""
     kind = lookup(ds_config, "scheduler.type")
-    if kind not in PEAK_RATES:
+    if not isinstance(kind, str) or kind not in PEAK_RATES:
         return None
     found = lookup(ds_config, f"scheduler.params.{PEAK_RATES[kind]}")
     if found is None and kind == "WarmupDecayLR":

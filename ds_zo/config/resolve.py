@@ -12,7 +12,7 @@ from ds_zo.config.registry import backend_names, entries, entry_of
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.rules import check_rules, check_top_level, ignored_keys, warnings_for
 from ds_zo.config.section import DsZoConfig
-from ds_zo.config.stock import block, parse, read_stock
+from ds_zo.config.stock import block, optimizer_params, parse, read_stock
 
 _OPTIMIZER_KEYS = ("type", "params", "legacy_fusion")
 _GROUP_KEYS = ("lr", "weight_decay")
@@ -213,12 +213,7 @@ def _own_and_foreign_params(
             known_param = key in model.model_fields
             remedy = "move it into optimizer.params" if known_param else suggestion(str(key), _OPTIMIZER_KEYS)
             raise ConfigError(f'unknown key "{key}" with value {shown(value)}; {remedy}', at=f"optimizer.{key}")
-    params = optimizer.get("params")
-    if params is None:
-        return {}, []
-    if not isinstance(params, dict):
-        text = f"params must be an object, got {shown(params)}; write {{...}} or leave it out"
-        raise ConfigError(text, at="optimizer.params")
+    params = optimizer_params(optimizer)
     foreign = STOCK_PARAMS - model.model_fields.keys()
     own = {key: value for key, value in params.items() if key not in foreign}
     named = [key for key, value in params.items() if key in foreign and value is not None and value != "auto"]

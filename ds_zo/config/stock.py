@@ -96,6 +96,15 @@ def block(ds_config: dict[str, Any], key: str) -> dict[str, Any]:
     return found
 
 
+def optimizer_params(optimizer: dict[str, Any]) -> dict[str, Any]:
+    """The object at `params` of an `optimizer` block; empty where it is left out or null."""
+    params = optimizer.get("params")
+    if not isinstance(params, dict | None):
+        text = f"params must be an object, got {shown(params)}; write {{...}} or leave it out"
+        raise ConfigError(text, at="optimizer.params")
+    return params or {}
+
+
 def lookup(ds_config: dict[str, Any], path: str) -> Any:
     """The value at a dotted key; None where it is left out."""
     found: Any = ds_config
@@ -238,6 +247,14 @@ def _check_scheduler(settings: dict[str, Any]) -> None:
     except TypeError as error:
         text = f"params must be those of {name}, got {shown(params)}: {error}; correct them"
         raise ConfigError(text, at="scheduler.params") from None
+    for key, value in params.items():
+        is_rate = key.endswith("lr") or key == "eta_min"
+        for entry in value if isinstance(value, list) else [value]:
+            remedy = type_remedy(entry) if isinstance(entry, str) else None
+            if entry != "auto" and (remedy or (is_rate and isinstance(entry, (str, dict)))):
+                rule = "must be a number" if is_rate else "must not be in quotes"
+                text = f"{key} {rule}, got {shown(entry)}; {remedy or 'write a number'}"
+                raise ConfigError(text, at=f"scheduler.params.{key}")
 
 
 def _autocast(ds_config: dict[str, Any]) -> torch.dtype | None:

@@ -39,9 +39,17 @@ class Task(ABC):
         return read_rows(self.source, split, fields=self.fields, task=self.name, hub=self.hub)
 
     def check(self) -> None:
-        """Read every split once, so that errors in the data are reported before a model is loaded."""
-        for split in SPLITS:
-            self.rows(split)
+        """Reads every split once, so that errors in the data are reported before a model is loaded."""
+        for row in (row for split in SPLITS for row in self.rows(split)):
+            try:
+                self.check_row(row)
+            except (AttributeError, TypeError) as error:
+                if all(isinstance(value, str) for name, value in row.items() if name != "label"):
+                    raise
+                raise TaskError(f"task {self.name}: texts must be strings, got the row {row} ({error})") from error
+
+    def check_row(self, row: Row) -> None:  # noqa: B027
+        """Raises for a row that the task cannot use."""
 
     def digest(self) -> str | None:
         """Tells apart the rows of different machines; None for a task whose rows are the same everywhere."""
@@ -87,10 +95,8 @@ class LabelledTask(Task):
     def texts(self, row: Row) -> tuple[str, ...]:
         return tuple(row[field] for field in self.text_fields)
 
-    def check(self) -> None:
-        for split in SPLITS:
-            for row in self.rows(split):
-                self.label(row)
+    def check_row(self, row: Row) -> None:
+        self.label(row)
 
     def measure(self, predictions: Sequence[float], rows: Sequence[Row]) -> dict[str, float]:
         labels = [self.label(row) for row in rows]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from ds_zo.tasks.errors import TaskError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -46,6 +48,11 @@ def encode_answer(
     num_dropped = min(max(0, len(ids) - max_length), max(0, start - num_leading - 1))
     ids = ids[:num_leading] + ids[num_leading + num_dropped :]
     start -= num_dropped
+    if start >= max_length:
+        raise TaskError(
+            f"a sequence must have room for {start} tokens of the prompt and for an answer, got {max_length}: take a "
+            "larger length (--max-length)"
+        )
     return Encoded(ids[:max_length], ([IGNORED] * start + ids[start:])[:max_length])
 
 
@@ -80,7 +87,13 @@ def pack(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_length
         if tokenizer.eos_token_id is not None:
             ids.append(tokenizer.eos_token_id)
     rows = [ids[i : i + max_length] for i in range(0, len(ids), max_length)]
-    return [Encoded(row, row) for row in rows if len(row) > 1]
+    found = [Encoded(row, row) for row in rows if len(row) > 1]
+    if not found:
+        raise TaskError(
+            f"a sequence must have two tokens or more, got {len(ids)} of text, cut every {max_length}: give more text, "
+            "or take a larger length (--data, --max-length)"
+        )
+    return found
 
 
 def collate(

@@ -39,7 +39,7 @@ class HeadTask(LabelledTask):
     def __init__(self, task: LabelledTask) -> None:
         super().__init__(task.source)
         self.task = task
-        self.num_labels, self.measures = task.num_labels, task.measures  # type: ignore[misc]
+        self.name, self.num_labels, self.measures = task.name, task.num_labels, task.measures  # type: ignore[misc]
 
     def rows(self, split: Split) -> Sequence[Row]:
         return self.task.rows(split)
@@ -57,6 +57,10 @@ class HeadTask(LabelledTask):
                 f"task {self.task.name} has no form for a classification head: its options are part of the text "
                 f"(--head lm)"
             )
+        super().check()
+
+    def check_row(self, row: Row) -> None:
+        _ = "".join(self.task.texts(row))
 
     def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Labelled]:
         return [self.encode(tokenizer, row, max_length=max_length) for row in self.rows(split)]

@@ -25,9 +25,16 @@ class Text(LanguageTask):
             return list(super().rows(split))
         if not file.is_file():
             raise TaskError(f"looked for the text file {file}: not found")
-        paragraphs = [p for p in file.read_text(encoding="utf-8").split("\n\n") if p.strip()]
+        try:
+            text = file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise TaskError(f"a text file must be UTF-8, got {file}: {error}; convert it (--data)") from None
+        paragraphs = [p for p in text.split("\n\n") if p.strip()]
         rows = cut([{"text": paragraph} for paragraph in paragraphs], split, place=f"{file} (rows are paragraphs)")
         return draw_ready(rows, split, draw=self.source.draw)
+
+    def check_row(self, row: Row) -> None:
+        _ = "" + row["text"]
 
     def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Encoded]:
         return pack(tokenizer, [row["text"] for row in self.rows(split)], max_length=max_length)
@@ -38,6 +45,9 @@ class Alpaca(LanguageTask):
 
     name = "alpaca"
     fields = ("instruction", "output")
+
+    def check_row(self, row: Row) -> None:
+        _ = self.prompt(row) + row["output"]
 
     def prompt(self, row: Row) -> str:
         given = row.get("input") or ""

@@ -9,6 +9,8 @@ import torch
 SPAN = 16
 """Number of batches whose examples are sorted by length together: enough for little padding, few enough for a random
 order."""
+MAX_SEED = 2**42
+"""The seed of an epoch, which is the order's times 2**20 plus the epoch, is a signed number of 64 bits."""
 
 
 class SeededOrder:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ds_zo.tasks import TASKS
+from ds_zo.tasks.order import MAX_SEED
 from ds_zo.tasks.sampling import NUM_DEV, NUM_TEST, NUM_TRAIN
 
 DESCRIPTION = """Fine-tune a language model, or one with a classification head, through DeepSpeed.
@@ -210,17 +211,19 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argpa
     """Checks the values and fills in the defaults that depend on other options. `parser` reports a mistake."""
     if args.task is None:
         args.task = EMBEDDED_TASK if args.data is None and args.data_dir is None else "text"
-    for name in ("steps", "eval_every", "save_every"):
+    for name in ("steps", "eval_every", "save_every", "lr"):
         value = getattr(args, name)
-        if value is not None and value < 0:
-            parser.error(f"--{name.replace('_', '-')} must not be negative, got {value}")
+        if value is not None and not 0 <= value < math.inf:
+            parser.error(f"--{name.replace('_', '-')} must be finite and not negative, got {value}")
+    if abs(args.seed) > MAX_SEED:
+        parser.error(f"--seed must be from -{MAX_SEED} to {MAX_SEED}, got {args.seed}")
     if args.train_base and args.lora_rank is None:
         parser.error("--train-base says what LoRA does with the base: it needs --lora-rank")
     for name in ("lora_alpha", "lora_targets"):
         if args.lora_rank is None and getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} is a setting of LoRA adapters: it needs --lora-rank")
     counts = ("max_length", "pad_multiple", "epochs", "num_eval", "eval_batch_size", "max_seconds", "lora_rank")
-    for name in (*counts, "num_train", "num_dev", "num_test", "batch_size"):
+    for name in (*counts, "lora_alpha", "num_train", "num_dev", "num_test", "batch_size"):
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             parser.error(f"--{name.replace('_', '-')} must be positive and finite, got {value}")

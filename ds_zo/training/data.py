@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import runpy
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 
 from ds_zo.tasks import DataSource, Draw, GroupedOrder, SeededOrder, Task, make_task
+from ds_zo.tasks.data import SPLITS
 from ds_zo.training.errors import UserError
 
 
@@ -21,6 +24,15 @@ def task_of(args: argparse.Namespace) -> Task:
     task = make_task(args.task, _data_source(args), head=args.head)
     task.check()
     return task
+
+
+def rows_digest(task: Task) -> str:
+    """A short hash of the rows of all splits."""
+    found = hashlib.sha256()
+    for split in SPLITS:
+        for row in task.rows(split):
+            found.update(f"{split} {json.dumps(row, default=str)}\n".encode())
+    return found.hexdigest()[:12]
 
 
 def _run_task_file(path: Path) -> None:

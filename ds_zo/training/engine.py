@@ -18,6 +18,8 @@ from ds_zo.reference.mezo_engine import MeZOEngine
 
 REFERENCE = "mezo"
 """The optimizer.type of in-memory MeZO, which ZO is compared with. DeepSpeed does not know it."""
+REFERENCES = (REFERENCE, GALORE)
+"""The optimizer.type of every reference, in lower case."""
 
 
 def make_engine(model: Any, config: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 from dataclasses import asdict
@@ -28,11 +29,14 @@ from ds_zo.training.summary import summarise
 
 
 def run_or_exit(args: argparse.Namespace) -> None:
-    """Runs the job. A user's mistake and Ctrl-C end the process with one line and a non-zero status."""
+    """Runs the job. A user's mistake, a closed pipe and Ctrl-C end the process with one line and a non-zero status."""
     try:
         run(args)
     except (UserError, TaskError, ConfigError, CheckpointError) as error:
         sys.exit(f"error: {error}")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more at its end
+        sys.exit("error: the reader of the output has closed it, as `| head` does: write the output to a file")
     except KeyboardInterrupt:
         print("error: stopped by Ctrl-C; --resume latest goes on from a checkpoint of --save-every", file=sys.stderr)
         sys.exit(130)
@@ -90,6 +94,12 @@ def _check_folders(args: argparse.Namespace) -> None:
         except OSError as error:
             text = f"the run must be able to write to {folder}, got {error.strerror}: name another folder ({flag})"
             raise UserError(text) from error
+    if args.results is not None and args.results.exists():
+        try:
+            args.results.open("ab").close()
+        except OSError as error:
+            text = f"the run must be able to write to {args.results}, got {error.strerror}: name another file"
+            raise UserError(f"{text} (--results)") from error
 
 
 def _report(summary: Summary, args: argparse.Namespace) -> None:

@@ -11,9 +11,12 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
-from ds_zo.config.convert import PEAK_RATES
+from ds_zo.config import backend_of
+from ds_zo.config.convert import PEAK_RATES, autos_of, check_stock, without_auto
+from ds_zo.config.stock import block, optimizer_params, read_stock
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_FOLDER
 from ds_zo.tasks.embedded_model import folder_of
+from ds_zo.training.engine import REFERENCES
 from ds_zo.training.errors import UserError
 
 _ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
@@ -34,12 +37,15 @@ _OWN_RATES = {kind: key for kind, key in PEAK_RATES.items() if key != "warmup_ma
 _OWN_RATES["LRRangeTest"] = "lr_range_test_min_lr"
 """Schedulers that replace the optimizer's learning rate by their own, each with the key of that rate."""
 
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:
     """Reads the JSON. Writes the command line's overrides into it, and what the embedded model or a CPU needs."""
     config = _read_json(args.deepspeed)
     if config.get("bf16") is None and "bfloat16" in config:  # DeepSpeed's old name of the key
         config["bf16"] = config.pop("bfloat16")
+    _check(config, args)
     replaced, dtype = _adapted(args, config)
     if replaced:
         config["optimizer"]["params"] |= replaced
@@ -51,6 +57,8 @@ def read_config(args: argparse.Namespace) -> dict[str, Any]:
         for name in ("bf16", "fp16"):
             if name in config or name == dtype:
                 config[name] = {**(config.get(name) or {}), "enabled": name == dtype}
+    _refuse_auto(config, args)
+    _check_batch(config, args)
     return config
 
 
@@ -68,6 +76,53 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{path} must hold a JSON object, got a {type(config).__name__} (--deepspeed)")
     return config
+
+
+def _check(config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Raises for an error in DeepSpeed's keys before other code reads them."""
+    optimizer = block(config, "optimizer")
+    if not optimizer and args.steps != 0:
+        raise UserError(
+            f"training needs an optimizer, got none in {args.deepspeed}: add an optimizer section (--deepspeed)"
+        )
+    optimizer_params(optimizer)
+    for key in ("bf16", "fp16", "scheduler"):
+        block(config, key)
+    if backend_of(config) is None and str(optimizer.get("type")).lower() not in REFERENCES:
+        check_stock(config)
+    else:
+        read_stock(without_auto(config), world_size=1)
+
+
+def _refuse_auto(config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Raises if DeepSpeed would read an "auto". In ZeRO's keys and in ours it means the default."""
+    kept = ("zero_optimization.", "ds_zo.", *(() if backend_of(config) is None else ("optimizer.params.",)))
+    found = [path for path in autos_of(config) if not path.startswith(kept)]
+    if found:
+        raise UserError(
+            f'only Trainer and Accelerate replace "auto", got it in {", ".join(found)}: write values in '
+            f"{args.deepspeed}, or leave these keys out (--deepspeed)"
+        )
+
+
+def _check_batch(config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Raises for batch sizes that DeepSpeed refuses."""
+    total, micro, steps = (config.get(key) for key in _BATCH_KEYS)
+    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if total is None and micro is None:
+        raise UserError(
+            f"training needs a batch size, got none in {args.deepspeed}: write train_micro_batch_size_per_gpu, or name "
+            "it (--batch-size)"
+        )
+    if total is None:
+        return
+    steps = steps or (max(1, total // (micro * num_ranks)) if micro else 1)
+    micro = micro or max(1, total // (num_ranks * steps))
+    if total != micro * steps * num_ranks:
+        raise UserError(
+            f"train_batch_size must be micro-batch x accumulation steps x ranks, got {total} with {micro} x {steps} x "
+            f"{num_ranks}: leave train_batch_size out of {args.deepspeed}, or change one of them (--batch-size)"
+        )
 
 
 def _set_lr(config: dict[str, Any], args: argparse.Namespace) -> None:

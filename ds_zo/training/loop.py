@@ -22,7 +22,7 @@ from ds_zo.tasks.data import Split
 from ds_zo.tasks.encoding import num_label_positions, position_ids
 from ds_zo.tasks.scoring import accepts_argument, needs_position_ids, num_reserved_positions
 from ds_zo.training.arguments import DTYPES, EMBEDDED_STEPS, EMBEDDED_TASK
-from ds_zo.training.data import TrainingBatches, task_of
+from ds_zo.training.data import TrainingBatches, rows_digest, task_of
 from ds_zo.training.engine import make_engine, ranks_per_batch, samples_per_step
 from ds_zo.training.errors import UserError
 from ds_zo.training.json_config import model_dtype
@@ -68,7 +68,8 @@ class TrainingLoop:
         self.keeps_answers = alone and accepts_argument(self.engine, "logits_to_keep")
         """Whether the head computes logits only at the positions of labels. Several ranks may share one batch and must
         agree on its shape, so that they compute all logits."""
-        self.checkpoints = RunCheckpoints(self.engine, args, writes=self.rank == 0)
+        data = f"{len(sequences)} training examples of rows {rows_digest(self.task)}"
+        self.checkpoints = RunCheckpoints(self.engine, args, data=data, writes=self.rank == 0)
         self.model_folder: Path | None = None
         """The folder of the saved model; None: no model has been saved."""
         self.progress = Progress()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from ds_zo.checkpoint.adapters import FILE as PEFT_FILE
@@ -39,7 +40,7 @@ def load_model(name: str, *, dtype: torch.dtype, lazily: bool, num_labels: int |
             model = load_pretrained(AutoModelForCausalLM, path, dtype=dtype)
         else:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         where = f"the folder {path}" if Path(path).is_dir() else f"a folder named {path}, then a Hub model of that name"
         first_line = str(error).strip().splitlines()[0]
         lacks_tokenizer = Path(path).is_dir() and not any(Path(path).glob("*token*"))
@@ -54,7 +55,13 @@ def add_lora(model: Any, args: argparse.Namespace) -> Any:
         from peft import LoraConfig, get_peft_model
     except ImportError:
         raise UserError("--lora-rank needs the package peft: pip install peft") from None
-    targets = args.lora_targets if args.lora_targets == "all-linear" else args.lora_targets.split(",")
+    targets: Any = args.lora_targets
+    if targets != "all-linear":
+        targets = [name for word in targets.split(",") if (name := word.strip())]
+        paths = [f".{path}" for path, _ in model.named_modules()]
+        missing = [name for name in targets if not any(path.endswith(f".{name}") for path in paths)]
+        if missing:  # PEFT refuses names only if the model has none of them
+            raise UserError(f"the model has no module named {', '.join(missing)}: correct the names (--lora-targets)")
     kind = "CAUSAL_LM" if args.head == "lm" else "SEQ_CLS"
     lora = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=targets, task_type=kind)
     try:

@@ -51,11 +51,13 @@ class Progress:
 class RunCheckpoints:
     """The folder of a run's checkpoints. Each holds the run's progress beside the engine's state."""
 
-    def __init__(self, engine: Any, args: argparse.Namespace, *, writes: bool) -> None:
-        """`writes`: this rank writes the file of the progress."""
+    def __init__(self, engine: Any, args: argparse.Namespace, *, data: str, writes: bool) -> None:
+        """`data` describes the rows of all splits and the training examples made of them. `writes`: this rank writes
+        the file of the progress."""
         self.folder: Path = args.output_dir / "checkpoints"
         self._engine = engine
         self._args = args
+        self._data = data
         self._writes = writes
 
     def save(self, progress: Progress) -> None:
@@ -71,7 +73,7 @@ class RunCheckpoints:
 
     def _client_state(self, progress: Progress) -> dict[str, Any]:
         kept = {name: getattr(self._args, name) for name in KEPT}
-        return {**kept, "micro_batch": self._micro_batch, **asdict(progress)}
+        return {**kept, "data": self._data, "micro_batch": self._micro_batch, **asdict(progress)}
 
     @property
     def _micro_batch(self) -> int:
@@ -108,6 +110,12 @@ class RunCheckpoints:
                     f"a run resumes with the {flag} it began with: the checkpoint has {state[name]!r}, "
                     f"got {getattr(self._args, name)!r} (--{flag})"
                 )
+        if state.get("data", self._data) != self._data:  # a checkpoint of an older version has none
+            raise UserError(
+                f"a run resumes with the data it began with: the checkpoint has {state['data']}, got {self._data}: "
+                "name the first run's (--data, --data-dir, --num-dev, --num-test, --max-length), or begin a run from "
+                "the weights by --model"
+            )
         if self._args.group_by_length and state.get("micro_batch", self._micro_batch) != self._micro_batch:
             raise UserError(
                 "a run with --group-by-length resumes with the batch size by which its examples are grouped: the "

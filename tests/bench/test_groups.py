@@ -113,3 +113,25 @@ def test_what_another_machine_left_whole_stays_as_it_is(
     out.write_text("".join(out.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
     unfinished = {f"{models[0]}, {tier}": "new" for tier in TIERS}
     assert runs() == {**unfinished, **of_old}, "a table is of one machine: it begins anew"
+
+
+def test_a_run_of_other_settings_is_not_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its rows would stand in one table with those of the new settings."""
+    begun: list[Group] = []
+    monkeypatch.setattr(compare, "_run_group", lambda group, *_, **__: begun.append(group))
+    monkeypatch.setattr(compare, "new_run_id", lambda: "new")
+    common = ["--model", "random:opt-tiny", "--device", "cpu", "--contenders", "zo", "--out", str(tmp_path)]
+    assert main([*common, "--seq", "16", "--run-id", "old"]) == 0
+    for case in begun[0].parts[0].cases:
+        row: Row = {"run_id": "old", "case": case.name, "config_hash": case.config_hash, "machine": machine_id()}
+        append_row(begun[0].parts[0].out, row | {"status": "failed", "params": case.params})
+    assert main([*common, "--seq", "16", "--resume"]) == 0
+    assert main([*common, "--seq", "16", "--resume", "--steps", "2"]) == 0
+    capsys.readouterr()
+    assert main([*common, "--seq", "32", "--resume", "--batch", "2"]) == 0
+    assert "run old has another batch, length: a new run begins here" in capsys.readouterr().err
+    assert [group.run_id for group in begun] == ["old", "old", "old", "new"]
+    assert main([*common, "--seq", "32", "--run-id", "old"]) == 1
+    assert "has another length: name a new run, or another folder (--run-id, --out)" in capsys.readouterr().err

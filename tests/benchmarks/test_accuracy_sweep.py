@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from clean_process import in_clean_process
@@ -66,6 +67,24 @@ def test_a_grid_from_a_file_and_its_mistakes(tmp_path: Path) -> None:
         read_grid(str(path))
     with pytest.raises(GridError, match=r"looked for a grid named 'nope'.*the grids are accuracy"):
         read_grid("nope")
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ({"tasks": "sst2"}, "tasks of a grid must be a list, got 'sst2'"),
+        ({"seeds": ["0"]}, "seeds of a grid must be a list of numbers, got"),
+        ({"method": {"lrs": "1e-6"}}, "lrs of a method must be a list of numbers, got '1e-6'"),
+        ({"method": {"steps": [10]}}, r"steps of a method must be one value, got \[10\]"),
+        ({"method": {"config": {}}}, "must have an optimizer with a type, got {} of mine"),
+        ({"method": {"config": {"optimizer": "ZO"}}}, "must have an optimizer with a type, got .* of mine"),
+    ],
+)
+def test_a_grid_of_wrong_values_is_refused(tmp_path: Path, grid: dict[str, Any], message: str) -> None:
+    method = {"config": {"optimizer": {"type": "ZO"}}, "seeds": None, **grid.pop("method", {})}
+    (tmp_path / "g.json").write_text(json.dumps({"tasks": ["sst2"], "methods": {"mine": method}, **grid}))
+    with pytest.raises(GridError, match=message):
+        read_grid(str(tmp_path / "g.json"))
 
 
 def test_settled_cases_are_not_run_again(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from ds_zo.config.convert import Conversion, check, convert
 from ds_zo.config.draft import ABSENT
 from ds_zo.config.starting_rates import STARTING_RATES, starting_rate
 from ds_zo.config.stock import read_stock
+from ds_zo.training.arguments import parse_args
+from ds_zo.training.json_config import read_config
 
 REPO = Path(__file__).parents[2]
 SHIPPED = sorted((REPO / "ds_configs").glob("*.json"))
@@ -306,6 +311,10 @@ def test_keys_of_another_backend_go() -> None:
         ({"optimizer": {"type": "AdamW", "params": []}}, "optimizer.params"),
         ({"gradient_clipping": "1"}, "gradient_clipping"),
         ({"scheduler": {"type": "WarmupLRR", "params": {}}}, "scheduler.type"),
+        ({"scheduler": {"type": [], "params": {}}}, "scheduler.type"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "1e-5"}}}, "scheduler.params.warmup_max_lr"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "9"}}}, "scheduler.params.warmup_num_steps"),
+        ({"optimizer": {"type": "AdamW", "params": {"weight_decay": "0.1"}}}, "optimizer.params.weight_decay"),
         ({"optimizer": {"type": "LOMO", "params": {"zo_eps": 1}}}, "optimizer.params.zo_eps"),
     ],
 )
@@ -313,6 +322,42 @@ def test_an_error_of_the_input_is_not_taken_for_an_unused_key(broken: dict[str, 
     with pytest.raises(ConfigError) as raised:
         convert({"train_micro_batch_size_per_gpu": 1, **broken}, to="zo")
     assert raised.value.location == at
+
+
+def paths(value: Any, at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, inner in value.items() if isinstance(value, dict) else ():
+        yield (*at, key)
+        yield from paths(inner, (*at, key))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "LOMO"])
+@pytest.mark.parametrize("wrong", [None, "x", "auto", [], {"a": 1}], ids=repr)
+def test_a_value_of_any_type_at_any_key_is_taken_or_refused(kind: str, wrong: Any, tmp_path: Path) -> None:
+    """By `ds-zo convert` and by `ds-zo train`, in one line."""
+    whole: dict[str, Any] = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": kind, "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 5}},
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": False, "loss_scale": 0},
+        "torch_autocast": {"enabled": False, "dtype": "bfloat16"},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+    }
+    path = tmp_path / "config.json"
+    args = parse_args(["--deepspeed", str(path), "--model", "a/b", "--lr", "0.01", "--dtype", "fp32"])
+    for place in paths(whole):
+        config = copy.deepcopy(whole)
+        inner = config
+        for key in place[:-1]:
+            inner = inner[key]
+        inner[place[-1]] = wrong
+        path.write_text(json.dumps(config))
+        for call in (partial(convert, config, to="zo"), partial(read_config, args)):
+            with suppress(ValueError):
+                call()
 
 
 def test_starting_rates_are_those_of_the_recipes() -> None:

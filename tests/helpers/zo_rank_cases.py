@@ -535,7 +535,7 @@ def resumed_random_states(rank: int, folder: Path) -> dict[str, Any]:
     made = engine(json_for())
     torch.manual_seed(10 + rank)  # dropout of other lengths leaves another state on each rank
     before = torch.get_rng_state()
-    checkpoints = RunCheckpoints(made, args, writes=rank == 0)
+    checkpoints = RunCheckpoints(made, args, data="", writes=rank == 0)
     checkpoints.save(Progress(step=0))
     torch.manual_seed(99)
     checkpoints.resume(checkpoints.folder)

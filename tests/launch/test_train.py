@@ -7,6 +7,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +54,9 @@ def write_config(folder: Path, optimizer: dict, **more: object) -> Path:
 
 @pytest.fixture
 def rank_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The job sets these variables where they are missing; they are restored after the test."""
+    """The job sets these variables where they are missing; they are restored after the test. The job does not end the
+    process group, which other tests use."""
+    monkeypatch.setattr("ds_zo.training.job.dist.destroy_process_group", lambda: None)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, os.environ.get(name, "0"))
 
@@ -94,8 +97,18 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_training(flag: str, t
 
 
 @pytest.mark.usefixtures("single_process")
+def test_a_folder_in_place_of_a_file_of_rows_is_told_before_training(tmp_path: Path) -> None:
+    words = ["--deepspeed", str(write_config(tmp_path, ZO)), "--steps", "1", "--num-eval", "2", "--skip-zero-shot"]
+    words += ["--output-dir", str(tmp_path / "out"), "--results", str(tmp_path)]
+    with pytest.raises(ValueError, match=r"got Is a directory: name another file \(--results\)"):
+        run(parse_args(words))
+    assert not (tmp_path / "out" / "model").exists()
+
+
+@pytest.mark.usefixtures("single_process")
 def test_a_resumed_run_says_what_it_cannot_go_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another learning rate, another batch size of groups, and another folder than that of the best model."""
+    """Another learning rate, another batch size of groups, other rows, and another folder than that of the best
+    model."""
     path = write_config(tmp_path, ZO)
     config = json.loads(path.read_text())
     del config["scheduler"]
@@ -109,6 +122,8 @@ def test_a_resumed_run_says_what_it_cannot_go_on_with(tmp_path: Path, capsys: py
         run(parse_args([*again, "--lr", "1e-5"]))
     with pytest.raises(ValueError, match=r"the checkpoint has 4, got 8 \(--batch-size\)"):
         run(parse_args([*again, "--batch-size", "8"]))
+    with pytest.raises(ValueError, match=r"has 16 training examples of rows \w+, got 16 .*\(--data, .*--num-dev"):
+        run(parse_args([*again, "--num-dev", "8"]))
     capsys.readouterr()
     summary = run(parse_args(again))
     assert summary is not None and summary.model_folder is None and not (tmp_path / "other" / "model").exists()
@@ -223,6 +238,14 @@ def test_a_folder_without_a_tokenizer_is_told(tmp_path: Path) -> None:
         load_model(str(tmp_path), dtype=torch.float32, lazily=False)
 
 
+@pytest.mark.parametrize("lazily", [False, True])
+def test_a_file_of_weights_that_is_cut_off_is_told(tmp_path: Path, lazily: bool) -> None:
+    shutil.copytree(FOLDER, tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "model.safetensors", 1000)
+    with pytest.raises(ValueError, match=r"could not load .*looked for the folder .*cut: .*header.*\(--model\)"):
+        load_model(str(tmp_path / "cut"), dtype=torch.float32, lazily=lazily)
+
+
 def test_a_trained_base_is_told_from_its_adapters() -> None:
     """PEFT saves adapters alone; what `--train-base` trained is saved beside them, under the model's own names."""
     model = tiny_model("llama")
@@ -235,6 +258,18 @@ def test_a_trained_base_is_told_from_its_adapters() -> None:
     found = base_weights(wrapped, wrapped.state_dict())
     assert found.keys() == plain.keys()
     assert all(torch.equal(found[name], plain[name] + 1.0) for name in plain)
+
+
+def test_every_name_of_lora_targets_must_be_a_modules() -> None:
+    """PEFT passes over a name that the model does not have, if it has another."""
+    words = ["--lora-rank", "2", "--lora-targets"]
+    wrapped = add_lora(tiny_model("llama"), parse_args([*words, "q_proj, v_proj"]))
+    assert {name.split(".")[-2] for name, _ in wrapped.named_modules() if name.endswith(".lora_A")} == {
+        "q_proj",
+        "v_proj",
+    }
+    with pytest.raises(ValueError, match=r"no module named v_prj, proj: correct the names \(--lora-targets\)"):
+        add_lora(tiny_model("llama"), parse_args([*words, "q_proj,v_prj,proj"]))
 
 
 def test_a_mistake_is_one_line_without_traceback(tmp_path: Path, run_script: Run) -> None:
@@ -269,11 +304,67 @@ def test_options_override_keys_that_deepspeed_also_reads(tmp_path: Path, params:
     assert config["bf16"] == {"enabled": True} and model_dtype(config) == "bf16"
 
 
-@pytest.mark.parametrize("kind", ["OneCycle", "OneCycleLR", "CyclicLR", "LRRangeTest"])
-def test_lr_is_refused_where_the_scheduler_replaces_it(tmp_path: Path, kind: str) -> None:
-    path = write_config(tmp_path, SGD, scheduler={"type": kind, "params": {}})
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0}),
+        ("OneCycleLR", {"max_lr": 1.0}),
+        ("CyclicLR", {"base_lr": 0.1, "max_lr": 1.0}),
+        ("LRRangeTest", {}),
+    ],
+)
+def test_lr_is_refused_where_the_scheduler_replaces_it(tmp_path: Path, kind: str, params: dict[str, float]) -> None:
+    path = write_config(tmp_path, SGD, scheduler={"type": kind, "params": params})
     with pytest.raises(ValueError, match=rf"scheduler {kind} does not use, got 0.25: set scheduler.params.\w+ in"):
         read_config(parse_args(["--deepspeed", str(path), "--lr", "0.25"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"bf16": True}, "bf16 must be an object, got true"),
+        ({"optimizer": "ZO"}, 'optimizer must be an object, got "ZO"'),
+        ({"scheduler": "WarmupLR"}, 'scheduler must be an object, got "WarmupLR"'),
+        ({"optimizer": {}}, "training needs an optimizer, got none in"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}}, "write 1e-3 without quotes"),
+        ({"train_micro_batch_size_per_gpu": "4"}, "write 4 without quotes"),
+        ({"train_micro_batch_size_per_gpu": "auto"}, "got it in train_micro_batch_size_per_gpu: write values in"),
+        ({"train_micro_batch_size_per_gpu": None}, "training needs a batch size, got none in"),
+        ({"train_batch_size": 6}, "got 6 with 4 x 1 x 1: leave train_batch_size out of"),
+        ({"train_batch_size": 8, "gradient_accumulation_steps": 4}, "got 8 with 4 x 4 x 1"),
+        ({"bf16": {"enabled": "auto"}}, "got it in bf16.enabled: write values in"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "got it in optimizer.params.lr: write values in"),
+    ],
+)
+def test_a_json_that_deepspeed_fails_on_is_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+    path = tmp_path / "wrong.json"
+    path.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "optimizer": SGD, **changes}))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_config(parse_args(["--deepspeed", str(path)]))
+
+
+def test_the_batch_size_goes_with_the_total_of_the_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_config(tmp_path, SGD, train_batch_size=24, gradient_accumulation_steps=3)
+    with pytest.raises(ValueError, match=r"got 24 with 4 x 3 x 1: .*\(--batch-size\)"):
+        read_config(parse_args(["--deepspeed", str(path)]))
+    assert read_config(parse_args(["--deepspeed", str(path), "--batch-size", "8"]))["train_batch_size"] == 24
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert read_config(parse_args(["--deepspeed", str(path)]))["train_micro_batch_size_per_gpu"] == 4
+
+
+def test_auto_is_accepted_where_it_is_replaced_or_means_the_default(tmp_path: Path) -> None:
+    automatic = {"lr": "auto"}
+    path = write_config(
+        tmp_path,
+        {"type": "AdamW", "params": automatic},
+        train_micro_batch_size_per_gpu="auto",
+        bf16={"enabled": "auto"},
+        zero_optimization={"stage": 2, "reduce_bucket_size": "auto"},
+    )
+    words = ["--deepspeed", str(path), "--lr", "0.25", "--batch-size", "3", "--dtype", "fp32"]
+    assert read_config(parse_args(words))["optimizer"]["params"] == {"lr": 0.25}
+    path = write_config(tmp_path, {"type": "ZO", "params": {**automatic, "compute_dtype": "auto"}})
+    assert read_config(parse_args(["--deepspeed", str(path)]))["optimizer"]["params"]["lr"] == "auto"
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
@@ -373,8 +464,12 @@ def test_help_names_every_task(capsys: pytest.CaptureFixture[str]) -> None:
         (["--epochs", "0"], "--epochs must be positive and finite, got 0"),
         (["--epochs", "nan"], "--epochs must be positive and finite, got nan"),
         (["--max-seconds", "inf"], "--max-seconds must be positive and finite, got inf"),
-        (["--eval-every", "-5"], "--eval-every must not be negative, got -5"),
-        (["--save-every", "-5"], "--save-every must not be negative, got -5"),
+        (["--eval-every", "-5"], "--eval-every must be finite and not negative, got -5"),
+        (["--save-every", "-5"], "--save-every must be finite and not negative, got -5"),
+        (["--method", "adamw", "--lr", "-1"], "--lr must be finite and not negative, got -1"),
+        (["--method", "adamw", "--lr", "nan"], "--lr must be finite and not negative, got nan"),
+        (["--seed", str(2**43)], f"--seed must be from -{2**42} to {2**42}, got {2**43}"),
+        (["--lora-rank", "2", "--lora-alpha", "nan"], "--lora-alpha must be positive and finite, got nan"),
         (["--lora-alpha", "32"], "--lora-alpha is a setting of LoRA adapters: it needs --lora-rank"),
         (["--lora-targets", "all-linear"], "--lora-targets is a setting of LoRA adapters: it needs --lora-rank"),
     ],
@@ -456,6 +551,27 @@ def test_ctrl_c_is_one_line(tmp_path: Path, run_script: Run) -> None:
     assert done.returncode == 130
     assert done.stderr.splitlines()[-1].startswith("error: stopped by Ctrl-C; --resume latest goes on")
     assert "Traceback" not in done.stderr
+
+
+CLOSED_PIPE = """
+import os, sys
+
+read, write = os.pipe()
+os.dup2(write, 1)
+os.close(read)
+from ds_zo.cli import main
+
+main(["train", "--steps", "1", "--num-eval", "2", "--no-save"])
+"""
+
+
+def test_a_closed_pipe_is_one_line(tmp_path: Path, run_script: Run) -> None:
+    """As `ds-zo train | head -1` closes it."""
+    (tmp_path / "closed.py").write_text(CLOSED_PIPE)
+    done = run_script(tmp_path / "closed.py", cwd=tmp_path, env=environment(), timeout_s=120)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: the reader of the output has closed it")
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_zo.tasks import DataSource, TaskError, make_task
+from ds_zo.tasks.registry import Head
 
 
 def write_jsonl(path: Path, rows: list) -> Path:
@@ -83,3 +84,36 @@ def test_text_file_rows_are_paragraphs(tmp_path: Path) -> None:
     task = make_task("text", DataSource(file=file))
     assert task.rows("test") == [{"text": "paragraph 19\nline two"}]
     assert len(task.rows("train")) == 18
+
+
+def test_a_text_file_that_is_not_utf_8_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "notes.txt"
+    file.write_bytes("caf\xe9\n\n".encode("latin-1") * 20)
+    with pytest.raises(TaskError, match=r"must be UTF-8, got .*notes\.txt: .*; convert it \(--data\)"):
+        make_task("text", DataSource(file=file)).check()
+    file.write_bytes(b"\xef\xbb\xbf" + b"first\n\n" * 20)  # after the mark that Windows writes
+    assert make_task("text", DataSource(file=file)).rows("train")[0] == {"text": "first"}
+
+
+@pytest.mark.parametrize(
+    ("task", "head", "row"),
+    [
+        ("sst2", "lm", {"sentence": 5, "label": 0}),
+        ("text", "lm", {"text": 5}),
+        ("alpaca", "lm", {"instruction": "Add.", "output": 3}),
+        ("alpaca", "lm", {"instruction": "Add.", "input": ["1"], "output": "3"}),
+        ("rte", "classifier", {"premise": "a", "hypothesis": 5, "label": 0}),
+    ],
+)
+def test_a_text_that_is_no_string_is_told(tmp_path: Path, task: str, head: Head, row: dict) -> None:
+    file = write_jsonl(tmp_path / "all.jsonl", [row] * 20)
+    with pytest.raises(TaskError, match=rf"task {task}: texts must be strings, got the row "):
+        make_task(task, DataSource(file=file), head=head).check()
+
+
+def test_an_error_in_the_code_of_a_task_is_shown_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_jsonl(tmp_path / "all.jsonl", [{"sentence": "a", "label": 0}] * 20)
+    task = make_task("sst2", DataSource(file=file))
+    monkeypatch.setattr(task, "choice", lambda row: row.missing)
+    with pytest.raises(AttributeError, match="missing"):
+        task.check()

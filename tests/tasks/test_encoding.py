@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ds_zo.tasks import Encoded, collate, make_task
+from ds_zo.tasks import Encoded, TaskError, collate, make_task
 from ds_zo.tasks.embedded_model import FOLDER
 from ds_zo.tasks.encoding import IGNORED, encode_answer, pack, position_ids
 
@@ -53,6 +53,17 @@ def test_an_overlong_answer_loses_its_end_and_keeps_some_context(tokenizer: PreT
     encoded = encode_answer(tokenizer, "some prompt here", answer, max_length=10)
     assert len(encoded.input_ids) == len(encoded.labels) == 10
     assert encoded.labels[0] == IGNORED and encoded.labels[1:] == encoded.input_ids[1:]
+
+
+@pytest.mark.parametrize("begin", ["", "<eos>"])
+def test_a_length_without_room_for_an_answer_is_refused(tokenizer: PreTrainedTokenizerBase, begin: str) -> None:
+    """A sequence without a label has no score, and its loss is not a number."""
+    least = 1 + len(begin[:1])
+    with pytest.raises(TaskError, match=rf"room for {least} tokens .* got {least}: .*\(--max-length\)"):
+        encode_answer(tokenizer, f"{begin}one two", " six", max_length=least)
+    assert encode_answer(tokenizer, f"{begin}one two", " six", max_length=least + 1).labels[-1] != IGNORED
+    with pytest.raises(TaskError, match=r"two tokens or more, got .* \(--data, --max-length\)"):
+        pack(tokenizer, ["one two three"], max_length=1)
 
 
 def test_alpaca_trains_on_the_answer_and_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
