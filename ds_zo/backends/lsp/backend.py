@@ -286,9 +286,11 @@ class LSPBackend(Backend):
         self.module.zero_grad(set_to_none=True)
 
     def _clear_sums_after_zero_grad(self) -> None:
-        """Clears the projected sums if the optimizer or the module has dropped the whole gradients by `zero_grad`,
-        which does not reach the sums."""
-        waiting = (matrix for group in self._groups.on_device for matrix in group.matrices if matrix.has_total)
+        """Clears the projected sums if someone has dropped the whole gradients, for example by `p.grad = None`, which
+        does not reach the sums."""
+        summing = [group.matrices for group in self._groups.on_host if group.phase is GroupPhase.SUMMING]
+        summing += [group.matrices for group in self._groups.on_device]
+        waiting = (matrix for matrices in summing for matrix in matrices if matrix.has_total)
         if any(matrix.total is None and matrix.whole_gradient is None for matrix in waiting):
             self.zero_grad()
 

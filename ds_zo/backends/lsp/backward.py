@@ -123,8 +123,8 @@ class LSPBackwardPass:
         self._check_gradient(matrix, group)
         if group is not None:
             group.apply_pending_update()
-        if grad.is_sparse:
-            grad = p.grad = grad.to_dense()
+        if grad.is_sparse or not grad.is_contiguous():  # Adam and collectives need one order of elements
+            grad = p.grad = grad.to_dense().contiguous()
         if matrix.subspace is None:
             matrix.has_total = True
             if matrix.held_gradient is not None:
@@ -216,7 +216,7 @@ class LSPBackwardPass:
             grad = matrix.parameter.grad
             mean = None
             if self._calibration.wants_gradient(matrix) and share > 0:
-                mine = torch.zeros_like(matrix.parameter) if grad is None else grad
+                mine = matrix.new_gradient() if grad is None else grad
                 mean = self._ranks.average(_wider_than_fp16(mine))
             if grad is not None:
                 compress_matrices([matrix])

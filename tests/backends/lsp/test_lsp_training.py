@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lomo_runs import assert_close, assert_equal, batches, start, train
-from lsp_runs import CPU, adopt_always, current_weights, lsp_json, small
+from lsp_runs import CPU, Strided, adopt_always, current_weights, lsp_json, small
 from tiny_models import tiny_batch
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -78,6 +78,22 @@ def test_frozen_parameters_stay_and_cost_nothing() -> None:
     model.model.layers[0].requires_grad_(True)
     with pytest.raises(ValueError, match=r"model\.layers\.0.*before deepspeed\.initialize"):
         train(engine, batches("llama", 1))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("projector", ["random", "none", "learned"])
+def test_parameters_of_any_strides_train_as_contiguous_ones(projector: str, offload: bool) -> None:
+    weights = []
+    for strided in (True, False):
+        model = Strided()
+        for p in model.parameters():
+            p.data = p.data if strided else p.data.contiguous()
+        engine = start(lsp_json(offload=offload, params={"projector": projector, "calibration_batches": 1}), model)
+        for seed in range(3):
+            engine.backward(engine(torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))))
+            engine.step()
+        weights.append(current_weights(engine))
+    assert_close(*weights, atol=1e-5)
 
 
 @pytest.mark.parametrize("extra", [{}, {"params": {"projector": "none"}}, {"offload": False}])
