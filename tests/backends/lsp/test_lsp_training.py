@@ -203,12 +203,14 @@ def test_moments_of_a_new_subspace(is_fitted: bool) -> None:
     moments = Moments.zeros(matrix.shape, "cpu")
     moments.mean.fill_(1.0)
     moments.mean_square.fill_(2.0)
+    moments.num_steps.fill_(7.0)
     lsp_calibration.adopt(matrix, moments)
     assert matrix.subspace is new and matrix.candidate is None and matrix.is_fitted
     assert not moments.mean.any()
     if not is_fitted:
-        assert not moments.mean_square.any()
+        assert not moments.mean_square.any() and not moments.num_steps
         return
+    assert moments.num_steps == 7
     assert float(moments.mean_square.mean()) == pytest.approx(6.0, rel=1e-4)
     expected = 3.0 + 3.0 * total.t().square() / total.square().mean()
     torch.testing.assert_close(moments.mean_square, expected)
