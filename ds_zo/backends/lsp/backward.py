@@ -115,9 +115,11 @@ class LSPBackwardPass:
 
     def _on_gradient(self, matrix: MatrixState, hooked: torch.Tensor) -> None:
         """Takes the accumulated gradient of one parameter: the parameter's post-accumulate hook."""
-        p, grad = matrix.parameter, matrix.parameter.grad
-        if grad is None or not self._trained.is_grouped(matrix):
-            p.grad = None
+        p = matrix.parameter
+        if not self._trained.is_grouped(matrix):
+            matrix.clear()
+        grad = p.grad
+        if grad is None:
             return
         group = self._group_of.get(id(matrix))
         self._check_gradient(matrix, group)

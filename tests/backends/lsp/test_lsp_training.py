@@ -412,6 +412,42 @@ def test_groups_and_schedules_are_read_at_the_step() -> None:
     assert [name for name in found if not torch.equal(found[name], after[name])] == ["model.embed_tokens.weight"]
 
 
+@pytest.mark.parametrize("schedule", ["layerwise", "sync"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_parameter_that_leaves_its_group_inside_a_window_stops_no_other(offload: bool, schedule: str) -> None:
+    json = lsp_json(offload=offload, gradient_accumulation_steps=2, params={"schedule": schedule})
+    name, weights = "model.layers.0.input_layernorm.weight", []
+    for leaves_after in (0, 1):
+        engine = start(json, small())
+        for number, batch in enumerate(batches("llama", 2)):
+            if number == leaves_after:
+                [group], leaving = engine.optimizer.param_groups, engine.module.get_parameter(name)
+                group["params"] = [p for p in group["params"] if p is not leaving]
+            train(engine, [batch])
+        weights.append(current_weights(engine))
+    assert_equal(*weights)
+    moved = [
+        key for key, value in current_weights(start(json, small())).items() if not torch.equal(value, weights[0][key])
+    ]
+    assert set(moved) == weights[0].keys() - {name}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_one_gradient_that_a_script_drops_is_dropped_alone(offload: bool) -> None:
+    """As recipes do that leave a layer as it is for some steps."""
+    name, weights = "model.norm.weight", []
+    for drops in (True, False):
+        engine = start(lsp_json(offload=offload), small())
+        before = current_weights(engine)
+        [batch] = batches("llama", 1)
+        engine.backward(engine(**batch).loss)
+        if drops:
+            engine.module.get_parameter(name).grad = None
+        engine.step()
+        weights.append(current_weights(engine))
+    assert_equal(weights[0], {**weights[1], name: before[name]})
+
+
 def test_what_is_not_read_of_an_optimizer_object_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(lsp.logger, "warning", lambda text, *args: said.append(text))
