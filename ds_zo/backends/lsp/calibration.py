@@ -186,7 +186,8 @@ class Calibration:
             return
         replaces = share - present >= min(MIN_GAIN, MIN_RATIO * present)
         if replaces:
-            square, candidate_square = (float(compress(grad, *pair).square().mean()) for pair in pairs)
+            # In float64: squares of gradients below 1e-20 would be zero.
+            square, candidate_square = (float(compress(grad, *pair).double().square().mean()) for pair in pairs)
             candidate.gain = candidate_square / square
         else:
             matrix.candidate = None

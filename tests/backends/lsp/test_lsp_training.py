@@ -236,6 +236,16 @@ def test_projectors_are_fitted_to_the_first_gradient_that_says_anything(factor: 
     assert engine.backend.biases == reference.backend.biases != {}
 
 
+def test_projectors_are_fitted_to_gradients_whose_squares_float32_cannot_hold() -> None:
+    table = torch.nn.Embedding(400, 64)
+    engine = start(learned(subspace_dim=64, nonzeros_per_row=4), table)
+    for _ in range(2):
+        engine.backward(engine(torch.tensor([3])).square().mean() * 1e-20)
+        engine.step()
+    assert 0.0 < engine.backend.biases["weight"] < 1.0
+    assert engine.backend._matrices[0].is_fitted
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_updates_are_as_large_as_adamws(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one, whose directions are signs, and one with refitted projectors, whose moments are forgotten so that
