@@ -98,11 +98,17 @@ def test_a_rank_without_a_gradient_of_a_strided_parameter(stage: int, offload: b
             torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_parameters_that_are_frozen_before_their_step_are_equal_on_all_ranks(offload: bool) -> None:
-    first, second = run_job(freeze, 2, offload)
+SYNC = {"params": {"schedule": "sync"}}
+
+
+@pytest.mark.parametrize("case", [{"offload": False}, {}, {"stage": 2}, SYNC, {"stage": 1, **SYNC}], ids=str)
+def test_gradients_of_parameters_that_are_frozen_before_their_step_count_on_all_ranks(case: dict[str, Any]) -> None:
+    [alone] = run_job(freeze, 1, case)
+    first, second = run_job(freeze, 2, case)
     assert isinstance(first, dict), first
     equal(second, first)
+    for name, value in first.items():
+        torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-6, msg=name)
 
 
 def test_a_short_last_batch_keeps_ranks_together_and_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:

@@ -143,14 +143,19 @@ def strided(rank: int, stage: int, offload: bool) -> dict[str, torch.Tensor]:
     return weights
 
 
-def freeze(rank: int, offload: bool) -> dict[str, torch.Tensor]:
-    """Freezes parameters between a backward and its step."""
-    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16))
-    engine = start(json_of({"offload": offload}, 2), model)
-    for step in range(2):
-        x = torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * step + rank))
-        engine.backward(engine(x).square().mean())
-        model[:2].requires_grad_(False)
+def freeze(rank: int, case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Freezes a layer between two micro-batches of a step, and another between the second one and the step."""
+    world_size = torch.distributed.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16))
+    engine = start({**json_of(case, world_size), "gradient_accumulation_steps": 2}, model)
+    for step in range(4):
+        losses = []
+        for one in range(2) if world_size == 1 else [rank]:
+            x = torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * step + one))
+            losses.append(engine(x).square().mean())
+        engine.backward(torch.stack(losses).mean())
+        model[:3].requires_grad_(False) if step else model[0].requires_grad_(False)
         engine.step()
     weights = current_weights(engine)
     engine.destroy()

@@ -241,7 +241,8 @@ class LSPBackend(Backend):
         self._passes.held_gradients.compress()
         self._states_of_other_ranks = {}
         loss_scale = None if self._scaler is None else self._scaler.scale
-        started = self._groups.start_updates(self._trained.trains, loss_scale=loss_scale)
+        started = self._groups.start_updates(self._trained.takes_part, loss_scale=loss_scale)
+        self._trained.end_step()
         if self._scaler is not None:
             self._scaler.update(overflow=started.is_skipped)
             self._scaler.publish(self.optimizer, overflow=started.is_skipped)

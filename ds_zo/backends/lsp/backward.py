@@ -86,6 +86,7 @@ class LSPBackwardPass:
         if started is not None:
             raise _after_start(started)
         matrices = [matrix for matrix in self._groups.matrices if trains(matrix)]
+        self._trained.begin_backward(matrices)
         self._calibration.begin_backward(step, matrices)
         self._num_missing = {id(group): sum(map(trains, group.matrices)) for group in on_host}
         self._groups.queue.order.last_first = False
@@ -194,7 +195,7 @@ class LSPBackwardPass:
         """Starts a group's host update inside the backward pass."""
         on_host = self._groups.on_host
         self._groups.queue.order.last_first = on_host.index(group) <= self._timer.transition(on_host)
-        group.start([self._trained.trains(matrix) for matrix in group.matrices])
+        group.start([self._trained.takes_part(matrix) for matrix in group.matrices])
 
     # Several ranks: [Note: one order of collectives]
 

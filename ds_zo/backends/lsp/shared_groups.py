@@ -231,7 +231,7 @@ class SharedDeviceGroup(DeviceGroup):
         for matrix, trains in zip(self.matrices, trained, strict=True):
             if trains:
                 trained_matrices.append(matrix)
-            else:  # frozen after its backward: ranks have different gradients
+            else:  # frozen after a direct `loss.backward()`: only some ranks may have a gradient
                 matrix.clear()
         flags = [float(matrix.has_total) for matrix in self.matrices]
         self._lacks_gradients = not all(matrix.has_total for matrix in trained_matrices)
