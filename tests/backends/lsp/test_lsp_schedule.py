@@ -309,8 +309,8 @@ def test_the_queue_serves_the_first_or_the_last_that_came(last_first: bool, orde
         gate.wait()
         return torch.zeros(1)
 
-    queue.put(Job(hold, ready=None))
-    jobs = [Job(lambda name=name: work(name), ready=None) for name in "abc"]
+    queue.put(Job(hold))
+    jobs = [Job(lambda name=name: work(name)) for name in "abc"]
     time.sleep(0.05)  # the first is being held
     for job in jobs:
         queue.put(job)
