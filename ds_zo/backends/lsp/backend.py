@@ -355,6 +355,7 @@ class LSPBackend(Backend):
 
     def rank_state(self) -> dict[str, Any]:
         self._groups.undo_updates()
+        self._clear_dropped_gradients()
         self._passes.held_gradients.compress()
         if self.ranks is not None:
             self.apply_pending_updates()
