@@ -206,7 +206,8 @@ def apply_all_(calls: Sequence[MatrixUpdate], *, seed: int = 0, step: int = 0) -
 
 @torch.no_grad()
 def update_vectors_(calls: Sequence[VectorUpdate], *, seed: int = 0, step: int = 0) -> PreparedLaunches | None:
-    """Updates all vectors. Returns launches that can be repeated for the same addresses; None without kernels.
+    """Updates all vectors. Returns launches that can be repeated for the same addresses; None without kernels, or if
+    some vector is not contiguous, which is updated through a copy.
 
     The kernels treat a vector as a matrix of one row, with the 1 x 1 identity as P."""
     if not calls or not has_kernels(calls[0].w_n):
@@ -221,13 +222,17 @@ def update_vectors_(calls: Sequence[VectorUpdate], *, seed: int = 0, step: int =
     if one is None:
         one = _ones[device] = SparseProjector.identity(1, device)
     updates = Updates(device)
-    for w_n, d_n, lr, weight_decay, rounding, offset in calls:
+    weights = [call.w_n.detach().contiguous() for call in calls]
+    for weight, (_, d_n, lr, weight_decay, rounding, offset) in zip(weights, calls, strict=True):
         offset_or_none = offset if rounding == "stochastic" else None
-        updates.add(w_n, d_n.data_ptr(), one.row_table, lr=lr, decay=1.0 - lr * weight_decay, offset=offset_or_none)
+        updates.add(weight, d_n.data_ptr(), one.row_table, lr=lr, decay=1.0 - lr * weight_decay, offset=offset_or_none)
     prepared = PreparedLaunches(device)
     prepared.add((), updates.launches(), weights=[call.w_n for call in calls])
     prepared.launch(seed=seed, step=step)
-    return prepared
+    copied = [(call.w_n, weight) for call, weight in zip(calls, weights, strict=True) if not call.w_n.is_contiguous()]
+    for w_n, weight in copied:
+        w_n.copy_(weight)
+    return None if copied else prepared
 
 
 _ones: dict[torch.device, SparseProjector] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lsp_rank_cases import CASES, ON_FOUR, choose, compare, death, overlap, resume, save
+from lsp_rank_cases import CASES, ON_FOUR, choose, compare, death, freeze, overlap, resume, save, strided
 from zo_rank_cases import run_job
 
 Results = dict[int, list[dict[str, Any]]]
@@ -85,6 +85,30 @@ def test_a_layer_that_a_batch_leaves_out_holds_nobody_up(stage: int) -> None:
             equal(mine[projector]["weights"], both[0][projector]["weights"])
             for name, value in mine[projector]["weights"].items():
                 torch.testing.assert_close(value, alone[projector]["weights"][name], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, True), (2, True), (0, False)])
+def test_a_rank_without_a_gradient_of_a_strided_parameter(stage: int, offload: bool) -> None:
+    [alone] = run_job(strided, 1, stage, offload)
+    both = run_job(strided, 2, stage, offload)
+    for mine in both:
+        assert isinstance(mine, dict), mine
+        equal(mine, both[0])
+        for name, value in mine.items():
+            torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-6, msg=name)
+
+
+SYNC = {"params": {"schedule": "sync"}}
+
+
+@pytest.mark.parametrize("case", [{"offload": False}, {}, {"stage": 2}, SYNC, {"stage": 1, **SYNC}], ids=str)
+def test_gradients_of_parameters_that_are_frozen_before_their_step_count_on_all_ranks(case: dict[str, Any]) -> None:
+    [alone] = run_job(freeze, 1, case)
+    first, second = run_job(freeze, 2, case)
+    assert isinstance(first, dict), first
+    equal(second, first)
+    for name, value in first.items():
+        torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-6, msg=name)
 
 
 def test_a_short_last_batch_keeps_ranks_together_and_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from lomo_runs import start, train
-from lsp_runs import current_weights, lsp_json, small
+from lsp_runs import Strided, current_weights, lsp_json, small
 from tiny_models import tiny_batch
 from torch import nn
 
@@ -125,6 +125,41 @@ def choose(rank: int, stage: int) -> dict[str, Any]:
         results[projector] = {"weights": after, "moved": moved}
         engine.destroy()
     return results
+
+
+def strided(rank: int, stage: int, offload: bool) -> dict[str, torch.Tensor]:
+    """Only the first half of the batch uses all parameters."""
+    world_size = torch.distributed.get_world_size()
+    engine = start(json_of({"stage": stage, "offload": offload}, world_size), Strided())
+    for step in range(3):
+        losses = []
+        for one in range(2) if world_size == 1 else [rank]:
+            x = torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * step + one))
+            losses.append(engine(x, one == 0))
+        engine.backward(torch.stack(losses).mean())
+        engine.step()
+    weights = current_weights(engine)
+    engine.destroy()
+    return weights
+
+
+def freeze(rank: int, case: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Freezes a layer between two micro-batches of a step, and another between the second one and the step."""
+    world_size = torch.distributed.get_world_size()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16))
+    engine = start({**json_of(case, world_size), "gradient_accumulation_steps": 2}, model)
+    for step in range(4):
+        losses = []
+        for one in range(2) if world_size == 1 else [rank]:
+            x = torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * step + one))
+            losses.append(engine(x).square().mean())
+        engine.backward(torch.stack(losses).mean())
+        model[:3].requires_grad_(False) if step else model[0].requires_grad_(False)
+        engine.step()
+    weights = current_weights(engine)
+    engine.destroy()
+    return weights
 
 
 def overlap(rank: int) -> dict[str, Any]:

@@ -37,6 +37,22 @@ def small(name: str = "llama", **overrides: Any) -> nn.Module:
     return lively(name, **{**depth, **overrides})
 
 
+class Strided(nn.Module):
+    """Parameters whose elements are not in the order of their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(16, 24, bias=False)
+        self.linear.weight = nn.Parameter(torch.randn(16, 24).t())
+        self.cube = nn.Parameter(torch.randn(4, 2, 3).permute(2, 0, 1))
+        self.vector = nn.Parameter(torch.randn(6)[::2])
+
+    def forward(self, x: torch.Tensor, uses_cube: bool = True) -> torch.Tensor:
+        loss = self.linear(x).square().mean() + self.vector.square().sum()
+        return loss + (self.cube * self.vector[:, None, None]).sin().sum() if uses_cube else loss
+
+
 def identity_projectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """P = I and Q = I for every matrix that could be projected: then LSP is AdamW."""
 

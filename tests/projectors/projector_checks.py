@@ -13,12 +13,14 @@ from ds_zo.projectors import (
     MatrixUpdate,
     ProjectorRows,
     SparseProjector,
+    VectorUpdate,
     apply_,
     apply_all_,
     compress,
     compress_all,
     products,
     relative_bias,
+    update_vectors_,
 )
 
 SHAPES = [(24, 40, 8, 2), (19, 131, 16, 3), (70, 9, 32, 4)]
@@ -154,6 +156,22 @@ def check_strided_weight_and_version(device: str) -> None:
     apply_(found, D.to(device), moved(P, device), moved(Q, device), lr=0.1)
     assert found._version > version
     torch.testing.assert_close(found.cpu(), expected)
+
+
+def check_strided_vectors(device: str) -> None:
+    """The elements between those of a strided vector stay as they are."""
+
+    def updated_vectors(where: str) -> list[torch.Tensor]:
+        storages = [matrix(2, 21, dtype, seed=i).to(where) for i, dtype in enumerate(DTYPES)]
+        vectors = [storages[0][0, ::2], storages[1][:, 0], storages[2][0, ::2], storages[2][1]]
+        directions = [matrix(1, len(w), seed=9 + i)[0].to(where) for i, w in enumerate(vectors)]
+        pairs = enumerate(zip(vectors, directions, strict=True))
+        update_vectors_([VectorUpdate(w, d, 0.1, 0.1, offset=1024 * i) for i, (w, d) in pairs], seed=3, step=5)
+        return storages
+
+    expected = with_reference(lambda: torch.stack([x.float() for x in updated_vectors("cpu")]))
+    for found, values in zip(updated_vectors(device), expected, strict=True):
+        compare_rounded(found.cpu(), values.to(found.dtype))
 
 
 def check_identity_round_trip(device: str) -> None:

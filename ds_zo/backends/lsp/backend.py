@@ -218,7 +218,7 @@ class LSPBackend(Backend):
         with self._unwatched_weights():
             pending = [g for g in self._groups.on_host if g.phase is GroupPhase.UPDATE_PENDING and g.unit is None]
             self.apply_pending_updates()  # of the layers that the forward pass did not use
-            self._clear_sums_after_zero_grad()
+            self._clear_dropped_gradients()
             self._trained.follow(self.param_groups)
             self._passes.run(
                 loss if self._scaler is None else loss.float() * self._scaler.scale,
@@ -236,12 +236,13 @@ class LSPBackend(Backend):
 
     def _step(self) -> StepOutcome:
         self.apply_pending_updates()  # a backward pass outside engine.backward does not apply them
-        self._clear_sums_after_zero_grad()
+        self._clear_dropped_gradients()
         self._trained.follow(self.param_groups)
         self._passes.held_gradients.compress()
         self._states_of_other_ranks = {}
         loss_scale = None if self._scaler is None else self._scaler.scale
-        started = self._groups.start_updates(self._trained.trains, loss_scale=loss_scale)
+        started = self._groups.start_updates(self._trained.takes_part, loss_scale=loss_scale)
+        self._trained.end_step()
         if self._scaler is not None:
             self._scaler.update(overflow=started.is_skipped)
             self._scaler.publish(self.optimizer, overflow=started.is_skipped)
@@ -285,12 +286,17 @@ class LSPBackend(Backend):
             matrix.clear()
         self.module.zero_grad(set_to_none=True)
 
-    def _clear_sums_after_zero_grad(self) -> None:
-        """Clears the projected sums if the optimizer or the module has dropped the whole gradients by `zero_grad`,
-        which does not reach the sums."""
-        waiting = (matrix for group in self._groups.on_device for matrix in group.matrices if matrix.has_total)
-        if any(matrix.total is None and matrix.whole_gradient is None for matrix in waiting):
+    def _clear_dropped_gradients(self) -> None:
+        """Finds whole gradients that a script has dropped by `p.grad = None`. If it has dropped all of them, the
+        projected sums, which it cannot reach, are cleared too."""
+        summing = [group.matrices for group in self._groups.on_host if group.phase is GroupPhase.SUMMING]
+        summing += [group.matrices for group in self._groups.on_device]
+        whole = [matrix for matrices in summing for matrix in matrices if matrix.has_total and matrix.total is None]
+        dropped = [matrix for matrix in whole if matrix.whole_gradient is None]
+        if dropped and len(dropped) == len(whole):
             self.zero_grad()
+        for matrix in dropped:
+            matrix.clear()
 
     # Saving, loading, describing
 
@@ -349,6 +355,7 @@ class LSPBackend(Backend):
 
     def rank_state(self) -> dict[str, Any]:
         self._groups.undo_updates()
+        self._clear_dropped_gradients()
         self._passes.held_gradients.compress()
         if self.ranks is not None:
             self.apply_pending_updates()

@@ -86,6 +86,7 @@ class LSPBackwardPass:
         if started is not None:
             raise _after_start(started)
         matrices = [matrix for matrix in self._groups.matrices if trains(matrix)]
+        self._trained.begin_backward(matrices)
         self._calibration.begin_backward(step, matrices)
         self._num_missing = {id(group): sum(map(trains, group.matrices)) for group in on_host}
         self._groups.queue.order.last_first = False
@@ -115,16 +116,18 @@ class LSPBackwardPass:
 
     def _on_gradient(self, matrix: MatrixState, hooked: torch.Tensor) -> None:
         """Takes the accumulated gradient of one parameter: the parameter's post-accumulate hook."""
-        p, grad = matrix.parameter, matrix.parameter.grad
-        if grad is None or not self._trained.is_grouped(matrix):
-            p.grad = None
+        p = matrix.parameter
+        if not self._trained.is_grouped(matrix):
+            matrix.clear()
+        grad = p.grad
+        if grad is None:
             return
         group = self._group_of.get(id(matrix))
         self._check_gradient(matrix, group)
         if group is not None:
             group.apply_pending_update()
-        if grad.is_sparse:
-            grad = p.grad = grad.to_dense()
+        if grad.is_sparse or not grad.is_contiguous():  # Adam and collectives need one order of elements
+            grad = p.grad = grad.to_dense().contiguous()
         if matrix.subspace is None:
             matrix.has_total = True
             if matrix.held_gradient is not None:
@@ -192,7 +195,7 @@ class LSPBackwardPass:
         """Starts a group's host update inside the backward pass."""
         on_host = self._groups.on_host
         self._groups.queue.order.last_first = on_host.index(group) <= self._timer.transition(on_host)
-        group.start([self._trained.trains(matrix) for matrix in group.matrices])
+        group.start([self._trained.takes_part(matrix) for matrix in group.matrices])
 
     # Several ranks: [Note: one order of collectives]
 
@@ -216,7 +219,7 @@ class LSPBackwardPass:
             grad = matrix.parameter.grad
             mean = None
             if self._calibration.wants_gradient(matrix) and share > 0:
-                mine = torch.zeros_like(matrix.parameter) if grad is None else grad
+                mine = matrix.new_gradient() if grad is None else grad
                 mean = self._ranks.average(_wider_than_fp16(mine))
             if grad is not None:
                 compress_matrices([matrix])

@@ -186,7 +186,8 @@ class Calibration:
             return
         replaces = share - present >= min(MIN_GAIN, MIN_RATIO * present)
         if replaces:
-            square, candidate_square = (float(compress(grad, *pair).square().mean()) for pair in pairs)
+            # In float64: squares of gradients below 1e-20 would be zero.
+            square, candidate_square = (float(compress(grad, *pair).double().square().mean()) for pair in pairs)
             candidate.gain = candidate_square / square
         else:
             matrix.candidate = None
@@ -212,17 +213,17 @@ def adopt(matrix: MatrixState, moments: Moments | None) -> None:
     captured. Projected to the new subspace, the second moment V would be far too small, and steps too large until V had
     grown. So the first moment M starts at zero, and steps grow to their full size within 1 / (1 - beta1) steps. The
     mean of V is the old mean, scaled by the candidate's `gain`. Half of it is distributed in proportion to the squared
-    entries of the calibration's sum. At the first calibration V has no value either, so Adam starts anew.
+    entries of the calibration's sum. At the first calibration V has no value either, so Adam starts anew. Its count of
+    steps does too, because V would be divided by the bias correction of a later step, and steps would be too large.
     """
     candidate = matrix.candidate
     assert candidate is not None and candidate.gain is not None
-    if moments is not None:
+    if moments is not None and not matrix.is_fitted:
+        moments.reset()
+    elif moments is not None:
+        assert candidate.total is not None
         moments.mean.zero_()
-        if matrix.is_fitted:
-            assert candidate.total is not None
-            square = candidate.total.t().square().to(moments.mean_square)  # transposed, as `MatrixState.shape` says
-            mean = moments.mean_square.mean() * (0.5 * candidate.gain)
-            moments.mean_square.copy_(mean + mean / square.mean().clamp(min=torch.finfo(torch.float32).tiny) * square)
-        else:
-            moments.mean_square.zero_()
+        square = candidate.total.t().square().to(moments.mean_square)  # transposed, as `MatrixState.shape` says
+        mean = moments.mean_square.mean() * (0.5 * candidate.gain)
+        moments.mean_square.copy_(mean + mean / square.mean().clamp(min=torch.finfo(torch.float32).tiny) * square)
     matrix.subspace, matrix.candidate, matrix.is_fitted = candidate.subspace, None, True

@@ -127,17 +127,17 @@ class LSPGroups:
 
     # Updates
 
-    def start_updates(self, trains: Callable[[MatrixState], bool], *, loss_scale: float | None) -> StartedStep:
+    def start_updates(self, takes_part: Callable[[MatrixState], bool], *, loss_scale: float | None) -> StartedStep:
         """Starts the updates that the backward pass has not started. All ranks start the same groups.
 
         `loss_scale`: None without loss scaling. With it, gradients that are not finite are dropped: the step is
         skipped, and no state changes."""
         for device_group in self.on_device:
-            device_group.start([trains(matrix) for matrix in device_group.matrices])
+            device_group.start([takes_part(matrix) for matrix in device_group.matrices])
         downloads = not self.clips_globally and loss_scale is None
         started = []
         for group in self.on_host:  # in the order of the next forward pass
-            trained = [trains(matrix) for matrix in group.matrices]
+            trained = [takes_part(matrix) for matrix in group.matrices]
             if group.can_start(trained):
                 group.start(trained, downloads=downloads)
                 started.append(group)

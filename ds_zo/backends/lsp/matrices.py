@@ -139,6 +139,10 @@ class MatrixState:
         assert found is not None
         return found
 
+    def new_gradient(self) -> torch.Tensor:
+        """Contiguous zeros of the parameter's shape, for a rank that has no gradient."""
+        return torch.zeros_like(self.parameter, memory_format=torch.contiguous_format)
+
     def restore_gradient(self, grad: torch.Tensor, *, device: torch.device) -> None:
         """Sets a whole parameter's gradient again, after an undone update or from a checkpoint."""
         grad = grad.to(device, self.parameter.dtype)

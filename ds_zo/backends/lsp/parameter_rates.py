@@ -23,6 +23,9 @@ class ParameterRates:
         """The param group of each parameter, by the parameter's id."""
         self._ids = {id(matrix.parameter) for matrix in matrices}
         self._frozen = self._untrained()
+        self._in_backward: set[int] = set()
+        """Ids of the parameters that were trained in an `engine.backward` since the last step. All ranks have the same,
+        whatever gradients they have."""
 
     def follow(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Reads the param groups, which a user may have changed."""
@@ -35,6 +38,17 @@ class ParameterRates:
     def trains(self, matrix: MatrixState) -> bool:
         """Whether the parameter requires a gradient and is in a param group."""
         return matrix.parameter.requires_grad and id(matrix.parameter) in self._group_of
+
+    def begin_backward(self, trained: Sequence[MatrixState]) -> None:
+        self._in_backward |= {id(matrix.parameter) for matrix in trained}
+
+    def end_step(self) -> None:
+        self._in_backward.clear()
+
+    def takes_part(self, matrix: MatrixState) -> bool:
+        """Whether the next step updates the parameter if some rank has a gradient of it. It may have been frozen after
+        its backward."""
+        return self.is_grouped(matrix) and (matrix.parameter.requires_grad or id(matrix.parameter) in self._in_backward)
 
     def rates(self, matrices: Sequence[MatrixState], step: int) -> list[Rate | None]:
         """Learning rate and weight decay of each matrix in a step; None for a parameter in no param group. Parameters

@@ -43,9 +43,9 @@ class ServiceOrder:
 class Job:
     """The Adam update of one layer on the CPU."""
 
-    def __init__(self, work: Callable[[], torch.Tensor], *, ready: torch.cuda.Event | None = None) -> None:
+    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
         self._work = work
-        self.ready = ready
+        self.ready: torch.cuda.Event | None = None
         """Recorded after the gradients were copied to host memory; None: they are there."""
         self._finished = threading.Event()
         self._error: BaseException | None = None

@@ -83,7 +83,7 @@ class SharedHostGroup(HostGroup):
         for i, matrix in enumerate(self.matrices):
             p = matrix.parameter
             if matrix.total is None and trained[i]:
-                self._whole_grads[i] = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+                self._whole_grads[i] = matrix.new_gradient() if p.grad is None else p.grad.contiguous()
                 p.grad = None
         job = RemoteJob(self._read_norms) if self.adam is None else Job(self._update)
         active = [i for i, has in enumerate(present) if has] if present == list(trained) else None
@@ -227,7 +227,12 @@ class SharedDeviceGroup(DeviceGroup):
     @torch.no_grad()
     def start(self, trained: Sequence[bool]) -> None:
         """Starts averaging. A trained parameter without a gradient on this rank counts as zero."""
-        trained_matrices = [matrix for matrix, trains in zip(self.matrices, trained, strict=True) if trains]
+        trained_matrices = []
+        for matrix, trains in zip(self.matrices, trained, strict=True):
+            if trains:
+                trained_matrices.append(matrix)
+            else:  # frozen after a direct `loss.backward()`: only some ranks may have a gradient
+                matrix.clear()
         flags = [float(matrix.has_total) for matrix in self.matrices]
         self._lacks_gradients = not all(matrix.has_total for matrix in trained_matrices)
         for matrix in trained_matrices:
@@ -235,7 +240,7 @@ class SharedDeviceGroup(DeviceGroup):
                 if matrix.total is not None:
                     matrix.total.zero_()
                 else:
-                    matrix.parameter.grad = torch.zeros_like(matrix.parameter)
+                    matrix.parameter.grad = matrix.new_gradient()
         self._vectors = [matrix for matrix in trained_matrices if matrix.gradient.ndim < 2]
         matrix_grads = [matrix.gradient for matrix in trained_matrices if matrix.gradient.ndim >= 2]
         parts = [matrix.gradient.float().flatten() for matrix in self._vectors]

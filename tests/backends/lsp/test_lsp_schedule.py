@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from lomo_runs import assert_close, assert_equal, batches, checkpointed, start, train
 from lsp_runs import adopt_always, current_weights, lsp_json, small
+from torch import nn
 from zoo import Wandering, plain_batch, seeded
 
 from ds_zo.backends.lsp import calibration as lsp_calibration
@@ -251,6 +252,23 @@ def test_zero_grad_forgets_what_was_begun() -> None:
         assert_close(*weights, atol=1e-6)
 
 
+def test_gradients_that_a_script_drops_are_forgotten() -> None:
+    """Also without vectors, whose gradients tell where all others are projected or on their way to the host."""
+    for extra in ({"params": {"schedule": "sync"}}, {"clipping": 0.1, "params": {"clip_scope": "global"}}):
+        json = lsp_json(**{**extra, "params": {**extra["params"], "projector": "none"}})
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
+        engine = start(json, model)
+        before = current_weights(engine)
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        for p in model.parameters():
+            p.grad = None
+        engine.step()
+        assert_equal(current_weights(engine), before)
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+        assert not any(torch.equal(value, before[name]) for name, value in current_weights(engine).items())
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_changes_nothing(reentrant: bool) -> None:
     weights = []
@@ -291,8 +309,8 @@ def test_the_queue_serves_the_first_or_the_last_that_came(last_first: bool, orde
         gate.wait()
         return torch.zeros(1)
 
-    queue.put(Job(hold, ready=None))
-    jobs = [Job(lambda name=name: work(name), ready=None) for name in "abc"]
+    queue.put(Job(hold))
+    jobs = [Job(lambda name=name: work(name)) for name in "abc"]
     time.sleep(0.05)  # the first is being held
     for job in jobs:
         queue.put(job)

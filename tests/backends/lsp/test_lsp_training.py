@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lomo_runs import assert_close, assert_equal, batches, start, train
-from lsp_runs import CPU, adopt_always, current_weights, lsp_json, small
+from lsp_runs import CPU, Strided, adopt_always, current_weights, lsp_json, small
 from tiny_models import tiny_batch
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -78,6 +78,22 @@ def test_frozen_parameters_stay_and_cost_nothing() -> None:
     model.model.layers[0].requires_grad_(True)
     with pytest.raises(ValueError, match=r"model\.layers\.0.*before deepspeed\.initialize"):
         train(engine, batches("llama", 1))
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("projector", ["random", "none", "learned"])
+def test_parameters_of_any_strides_train_as_contiguous_ones(projector: str, offload: bool) -> None:
+    weights = []
+    for strided in (True, False):
+        model = Strided()
+        for p in model.parameters():
+            p.data = p.data if strided else p.data.contiguous()
+        engine = start(lsp_json(offload=offload, params={"projector": projector, "calibration_batches": 1}), model)
+        for seed in range(3):
+            engine.backward(engine(torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))))
+            engine.step()
+        weights.append(current_weights(engine))
+    assert_close(*weights, atol=1e-5)
 
 
 @pytest.mark.parametrize("extra", [{}, {"params": {"projector": "none"}}, {"offload": False}])
@@ -187,12 +203,14 @@ def test_moments_of_a_new_subspace(is_fitted: bool) -> None:
     moments = Moments.zeros(matrix.shape, "cpu")
     moments.mean.fill_(1.0)
     moments.mean_square.fill_(2.0)
+    moments.num_steps.fill_(7.0)
     lsp_calibration.adopt(matrix, moments)
     assert matrix.subspace is new and matrix.candidate is None and matrix.is_fitted
     assert not moments.mean.any()
     if not is_fitted:
-        assert not moments.mean_square.any()
+        assert not moments.mean_square.any() and not moments.num_steps
         return
+    assert moments.num_steps == 7
     assert float(moments.mean_square.mean()) == pytest.approx(6.0, rel=1e-4)
     expected = 3.0 + 3.0 * total.t().square() / total.square().mean()
     torch.testing.assert_close(moments.mean_square, expected)
@@ -216,6 +234,17 @@ def test_projectors_are_fitted_to_the_first_gradient_that_says_anything(factor: 
         assert one.backend.biases == {}
         train(one, data[1:])
     assert engine.backend.biases == reference.backend.biases != {}
+
+
+def test_projectors_are_fitted_to_gradients_whose_squares_float32_cannot_hold() -> None:
+    """All but one of the gradient's rows are zero, so that the mean of squares is smaller still."""
+    table = torch.nn.Embedding(400, 64, _weight=torch.linspace(-1.0, 1.0, 400 * 64).view(400, 64))
+    engine = start(learned(subspace_dim=64, nonzeros_per_row=4), table)
+    drawn = engine.backend._matrices[0].subspace
+    for _ in range(2):
+        engine.backward(engine(torch.tensor([3])).square().mean() * 2e-21)
+        engine.step()
+    assert engine.backend._matrices[0].subspace is not drawn
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -392,6 +421,49 @@ def test_groups_and_schedules_are_read_at_the_step() -> None:
     train(engine, batches("llama", 1))
     found = current_weights(engine)
     assert [name for name in found if not torch.equal(found[name], after[name])] == ["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize("schedule", ["layerwise", "sync"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_parameter_that_leaves_its_group_inside_a_window_stops_no_other(offload: bool, schedule: str) -> None:
+    json = lsp_json(offload=offload, gradient_accumulation_steps=2, params={"schedule": schedule})
+    name, weights = "model.layers.0.input_layernorm.weight", []
+    for leaves_after in (0, 1):
+        engine = start(json, small())
+        for number, batch in enumerate(batches("llama", 2)):
+            if number == leaves_after:
+                [group], leaving = engine.optimizer.param_groups, engine.module.get_parameter(name)
+                group["params"] = [p for p in group["params"] if p is not leaving]
+            train(engine, [batch])
+        weights.append(current_weights(engine))
+    assert_equal(*weights)
+    moved = [
+        key for key, value in current_weights(start(json, small())).items() if not torch.equal(value, weights[0][key])
+    ]
+    assert set(moved) == weights[0].keys() - {name}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_one_gradient_that_a_script_drops_is_dropped_alone(offload: bool, tmp_path: Path) -> None:
+    """As recipes do that leave a layer as it is for some steps. A checkpoint of that moment has the other gradients."""
+    name, weights = "model.norm.weight", []
+    for drops in (True, False):
+        engine = start(lsp_json(offload=offload), small())
+        before = current_weights(engine)
+        [batch] = batches("llama", 1)
+        engine.backward(engine(**batch).loss)
+        if drops:
+            engine.module.get_parameter(name).grad = None
+            engine.save_checkpoint(str(tmp_path))
+            resumed = start(lsp_json(offload=offload), small())
+            resumed.load_checkpoint(str(tmp_path))
+            resumed.step()
+            weights.append(current_weights(resumed))
+        engine.step()
+        weights.append(current_weights(engine))
+    expected = {**weights[2], name: before[name]}
+    assert_close(weights[0], expected)
+    assert_close(weights[1], expected)
 
 
 def test_what_is_not_read_of_an_optimizer_object_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
