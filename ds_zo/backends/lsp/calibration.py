@@ -214,7 +214,8 @@ def adopt(matrix: MatrixState, moments: Moments | None) -> None:
     grown. So the first moment M starts at zero, and steps grow to their full size within 1 / (1 - beta1) steps. The
     mean of V is the old mean, scaled by the candidate's `gain`. Half of it is distributed in proportion to the squared
     entries of the calibration's sum. At the first calibration V has no value either, so Adam starts anew. Its count of
-    steps does too, because V would be divided by the bias correction of a later step, and steps would be too large.
+    steps does too: after many calibration batches, Adam would hardly correct V for its start at zero, and steps would
+    be too large.
     """
     candidate = matrix.candidate
     assert candidate is not None and candidate.gain is not None
