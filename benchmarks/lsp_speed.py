@@ -152,7 +152,7 @@ def host_cases() -> list[Case]:
 
 FIGURE_5 = (
     # shape, batch, length, whom LSP is compared with: the LSP paper's four cases. LLaMA of the same size stands for
-    # DeepSeek-Coder. ZeRO-Offload's float32 states of LLaMA-7B would not fit the host
+    # DeepSeek-Coder. ZeRO-Offload's float32 states of LLaMA-7B would take nearly all of the host's memory
     ("gpt2-774m", 4, 512, "zero2-offload"),
     ("llama-1.3b", 1, 384, "zero2-offload"),
     ("llama-3b", 16, 512, "zero2-offload"),

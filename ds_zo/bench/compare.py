@@ -31,9 +31,7 @@ from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
 from ds_zo.records.rows import Row
 
 _LISTS = ("seconds", "warmup_seconds", "losses", "last_words", "versions", "params", "env", "link_gbps", "laps_s")
-_OF_A_TABLE = (
-    *("model", "batch", "length", "dtype", "device", "layers", "device_memory_gb", "checkpointing", "data", "seed"),
-)
+_OF_A_TABLE = "model batch length dtype device layers device_memory_gb checkpointing data seed".split()
 """Settings in `spec` that all rows of a table share."""
 
 

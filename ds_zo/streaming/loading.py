@@ -287,9 +287,9 @@ def load_pretrained(
     """Loads a pretrained model whose weights `deepspeed.initialize` reads directly into the host store.
 
     `auto_class` is one of transformers' Auto classes, or a model's own class. `dtype` is as in `from_pretrained`,
-    "auto" included. `frozen_dtype` is the format in which the
-    engine stores frozen weights of blocks, as `ds_zo.stream.frozen_dtype` in the JSON. Weights are encoded one at a
-    time, so the model never exists in its own dtype.
+    "auto" included. `frozen_dtype` is the format in which the engine stores frozen weights of blocks, as
+    `ds_zo.stream.frozen_dtype` in the JSON. Weights are encoded one at a time, so the model never exists in its own
+    dtype.
 
     This needs a folder of safetensors with the model's own parameter names. They may be quantised to NF4 by
     bitsandbytes, or to MXFP4. All other models (Hub names not on disk, checkpoints that transformers converts while
@@ -334,13 +334,12 @@ def load_pretrained(
             attach_source(model, source)
             object.__setattr__(model, _FROZEN_DTYPE, frozen_dtype)
             return model
-        found = (
-            f"weights quantised as {quantisation}"
-            if is_foreign
-            else f"a folder without {absent[0]}"
-            if absent
-            else f"values of {untied} that differ from those of the weight that config.json ties it to"
-        )
+        if is_foreign:
+            found = f"weights quantised as {quantisation}"
+        elif absent:
+            found = f"a folder without {absent[0]}"
+        else:
+            found = f"values of {untied} that differ from those of the weight that config.json ties it to"
     if frozen_dtype is not None:
         raise ValueError(
             "load_pretrained with frozen_dtype reads a folder of safetensors with the model's own parameter names, in "

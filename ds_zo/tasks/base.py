@@ -49,7 +49,7 @@ class Task(ABC):
                 raise TaskError(f"task {self.name}: texts must be strings, got the row {row} ({error})") from error
 
     def check_row(self, row: Row) -> None:  # noqa: B027
-        """Raises for a row that the task cannot use."""
+        """Raises for a row that the task cannot use. A TypeError or AttributeError means that a text is no string."""
 
     def digest(self) -> str | None:
         """Tells apart the rows of different machines; None for a task whose rows are the same everywhere."""

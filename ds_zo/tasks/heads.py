@@ -60,7 +60,7 @@ class HeadTask(LabelledTask):
         super().check()
 
     def check_row(self, row: Row) -> None:
-        _ = "".join(self.task.texts(row))
+        "".join(self.task.texts(row))
 
     def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Labelled]:
         return [self.encode(tokenizer, row, max_length=max_length) for row in self.rows(split)]

@@ -34,7 +34,7 @@ class Text(LanguageTask):
         return draw_ready(rows, split, draw=self.source.draw)
 
     def check_row(self, row: Row) -> None:
-        _ = "" + row["text"]
+        "".join([row["text"]])
 
     def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Encoded]:
         return pack(tokenizer, [row["text"] for row in self.rows(split)], max_length=max_length)
@@ -47,7 +47,7 @@ class Alpaca(LanguageTask):
     fields = ("instruction", "output")
 
     def check_row(self, row: Row) -> None:
-        _ = self.prompt(row) + row["output"]
+        "".join([self.prompt(row), row["output"]])
 
     def prompt(self, row: Row) -> str:
         given = row.get("input") or ""

@@ -24,8 +24,6 @@ from ds_zo.backends.common.random_state import RandomState, generators_of
 
 _ADAPTERS = ("_active_adapter", "_disable_adapters")
 """Attributes of PEFT's layers that tell which adapters they use."""
-
-
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
 """Attributes of a module that hold its forward hooks."""
 
