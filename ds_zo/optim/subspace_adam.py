@@ -11,8 +11,8 @@ independent, so chunks change no bit of a direction. They change the order in wh
 
 [Note: few torch calls] Every torch call releases Python's interpreter lock. It then has to wait for the lock, which the
 thread that launches the model's kernels holds most of the time. The d x d sums of a layer are small, so the number of
-calls decides their cost. So they are contiguous and take one call together, and decisions on a few numbers are made in
-Python.
+calls decides their cost. So they are contiguous and take one call together, as small whole matrices in 16 bits do.
+Decisions on a few numbers are made in Python.
 
 [Note: full SIMD vectors] On the CPU torch's fused Adam computes the last `numel % width` elements of a tensor by scalar
 code. `width` is the processor's vector width. On x86-64 with AVX2 or AVX-512 that code rounds differently from the
@@ -24,7 +24,7 @@ are copied to a full vector of the widest kind, and the vector code computes eve
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,51 +133,28 @@ class HostScratch:
 
     def __init__(self) -> None:
         self._buffer = torch.empty(2, 0)
+        self._views: dict[tuple[torch.Size, ...], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
-    def get(self, numel: int) -> torch.Tensor:
-        """Two rows of `numel` elements."""
-        if self._buffer.shape[1] < numel:
-            self._buffer = torch.empty(2, numel)
-        return self._buffer[:, :numel]
+    def get(self, shapes: tuple[torch.Size, ...]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Two lists of tensors of these shapes. They are valid until the next call."""
+        numels = [math.prod(shape) for shape in shapes]
+        if self._buffer.shape[1] < sum(numels):
+            self._buffer = torch.empty(2, sum(numels))
+            self._views.clear()
+        if shapes not in self._views:
+            rows = (row.split(numels) for row in self._buffer[:, : sum(numels)])
+            first, second = ([x.view(shape) for x, shape in zip(row, shapes, strict=True)] for row in rows)
+            self._views[shapes] = first, second
+        return self._views[shapes]
 
 
-@torch.no_grad()
-def flat_directions_(
-    out: torch.Tensor,
-    grad: torch.Tensor,
-    moments: FlatMoments,
-    *,
-    parts: tuple[list[torch.Tensor], list[torch.Tensor]],
-    max_norm: float,
-    factor: float = 1.0,
-    betas: tuple[float, float],
-    eps: float,
-) -> torch.Tensor:
-    """Does `clip_` and `directions_` of contiguous float32 tensors on the CPU. Returns their norms.
+@dataclass
+class FlatTensors:
+    """Float32 gradients that are contiguous one behind the other, their directions and their moments."""
 
-    `parts`: the single tensors as views of `out` and of `grad`. See [Note: few torch calls]."""
-    outs, grads = parts
-    norms = _times(torch.stack(torch._foreach_norm(grads)), factor)
-    found = norms.tolist()
-    if not all(map(math.isfinite, found)):
-        out.zero_()
-        return norms
-    if factor != 1.0 or (max_norm > 0 and max(found) + NORM_FLOOR > max_norm):
-        torch._foreach_mul_(grads, list(_times(clip_coefs(norms, max_norm), factor).unbind()))
-    whole = moments.whole
-    counts = whole.num_steps.add_(1.0).tolist()
-    options: dict[str, Any] = {"overflow": None, "betas": betas, "eps": eps}
-    if any(count != counts[0] for count in counts):
-        out.zero_()
-        states = zip(*((m.mean, m.mean_square, m.num_steps) for m in moments.parts), strict=True)
-        adam_(outs, grads, *map(list, states), **options)
-        return norms
-    steps = [moments.parts[0].num_steps]
-    chunks = (x.split(_chunk_numel(out.numel())) for x in (out, grad, whole.mean, whole.mean_square))
-    for o, g, m, v in zip(*chunks, strict=True):
-        o.zero_()
-        adam_([o], [g], [m], [v], steps, **options)
-    return norms
+    out: torch.Tensor
+    grad: torch.Tensor
+    moments: FlatMoments
 
 
 @torch.no_grad()
@@ -192,58 +169,119 @@ def host_directions_(
     eps: float,
     scratch: HostScratch,
     known: Mapping[int, float],
+    flat: FlatTensors | None = None,
 ) -> torch.Tensor:
     """Does `clip_` and `directions_` on the CPU, of tensors with contiguous memory in float32 or 16 bits. Returns
     norms.
 
-    A gradient and its output have the same dtype. `known`: norms by index, which tensors in 16 bits need. Gradients in
-    float32 are clipped in place; gradients in 16 bits are not changed."""
-    wide = [k for k, grad in enumerate(grads) if grad.dtype is torch.float32]
-    asked = [k for k in wide if k not in known]
-    values = torch.stack(torch._foreach_norm([grads[k] for k in asked])).tolist() if asked else []
-    by_index = {**known, **dict(zip(asked, values, strict=True))}
-    found = [by_index[k] * factor for k in range(len(grads))]
-    norms = torch.tensor(found)
+    A gradient and its output have the same dtype. `known`: norms by index, which tensors in 16 bits need. `flat`: the
+    first tensors once more ([Note: few torch calls]). Gradients in float32 are clipped in place; gradients in 16 bits
+    are not changed."""
+    norms = _host_norms(grads, known, factor)
+    found = norms.tolist()
     if not all(map(math.isfinite, found)):
         torch._foreach_zero_(out)
         return norms
-    clips = factor != 1.0 or (max_norm > 0 and max(found) + NORM_FLOOR > max_norm)
-    coefs = _times(clip_coefs(norms, max_norm), factor).tolist() if clips else [1.0] * len(grads)
-    for k in wide:
-        if coefs[k] != 1.0:
-            grads[k].mul_(coefs[k])
-    if wide:
-        wide_out, wide_grads = ([side[k] for k in wide] for side in (out, grads))
-        directions_(wide_out, wide_grads, [moments[k] for k in wide], betas=betas, eps=eps)
-    for k in (k for k in range(len(grads)) if k not in wide):
-        _narrow_directions_(out[k], grads[k], moments[k], coef=coefs[k], betas=betas, eps=eps, scratch=scratch)
+    wide = [k for k, grad in enumerate(grads) if grad.dtype is torch.float32]
+    coefs = [1.0] * len(grads)
+    if factor != 1.0 or (max_norm > 0 and max(found) + NORM_FLOOR > max_norm):
+        coefs = _times(clip_coefs(norms, max_norm), factor).tolist()
+        if wide:
+            torch._foreach_mul_([grads[k] for k in wide], [coefs[k] for k in wide])
+    num_flat = 0
+    if flat is not None and _flat_directions_(flat, betas=betas, eps=eps):
+        num_flat = len(flat.moments.parts)
+    if others := wide[num_flat:]:
+        wide_out, wide_grads = ([side[k] for k in others] for side in (out, grads))
+        directions_(wide_out, wide_grads, [moments[k] for k in others], betas=betas, eps=eps)
+    narrow = [k for k in range(len(grads)) if k not in wide]
+    if narrow:
+        torch._foreach_add_([moments[k].num_steps for k in narrow], 1.0)
+    pieces = (
+        NarrowPiece((out[k], grads[k], moments[k].mean, moments[k].mean_square), moments[k].num_steps, coefs[k])
+        for k in narrow
+    )
+    for batch in _narrow_batches(pieces):
+        _narrow_directions_(batch, betas=betas, eps=eps, scratch=scratch)
     return norms
 
 
+def _host_norms(grads: list[torch.Tensor], known: Mapping[int, float], factor: float) -> torch.Tensor:
+    """Norms of the gradients times `factor`."""
+    asked = [k for k in range(len(grads)) if k not in known]
+    norms = torch.stack(torch._foreach_norm([grads[k] for k in asked])) if asked else torch.empty(0)
+    if known:
+        by_index = {**known, **dict(zip(asked, norms.tolist(), strict=True))}
+        norms = torch.tensor([by_index[k] for k in range(len(grads))])
+    return _times(norms, factor)
+
+
+def _flat_directions_(flat: FlatTensors, *, betas: tuple[float, float], eps: float) -> bool:
+    """`directions_` of all tensors in one call for each chunk. False, and nothing is changed: they have made different
+    numbers of steps."""
+    whole = flat.moments.whole
+    counts = whole.num_steps.tolist()
+    if any(count != counts[0] for count in counts):
+        return False
+    whole.num_steps.add_(1.0)
+    steps = [flat.moments.parts[0].num_steps]
+    sides = flat.out, flat.grad, whole.mean, whole.mean_square
+    numel = _chunk_numel(flat.out.numel())
+    chunks = (x.split(numel) for x in sides) if numel < flat.out.numel() else ((x,) for x in sides)
+    for out, grad, mean, mean_square in zip(*chunks, strict=True):
+        out.zero_()
+        adam_([out], [grad], [mean], [mean_square], steps, overflow=None, betas=betas, eps=eps)
+    return True
+
+
+@dataclass
+class NarrowPiece:
+    """A tensor in 16 bits, or a part of one."""
+
+    sides: tuple[torch.Tensor, ...]
+    """Direction, gradient, mean and mean square."""
+    num_steps: torch.Tensor
+    coef: float
+    """A factor of the gradient."""
+
+    @property
+    def numel(self) -> int:
+        return self.sides[0].numel()
+
+
+def _narrow_batches(pieces: Iterable[NarrowPiece]) -> list[list[NarrowPiece]]:
+    """Small tensors together ([Note: few torch calls]), and large ones in chunks ([Note: Adam in chunks])."""
+    batches: list[list[NarrowPiece]] = []
+    room = 0
+    for piece in pieces:
+        num_parts = -(-piece.numel // max(1, _chunk_numel(piece.numel)))
+        if num_parts > 1:
+            numel = -(-piece.numel // (num_parts * _ALIGNMENT)) * _ALIGNMENT  # equal parts but for the last
+            parts = zip(*(side.view(-1).split(numel) for side in piece.sides), strict=True)
+            batches += [[NarrowPiece(part, piece.num_steps, piece.coef)] for part in parts]
+            room = 0
+        elif piece.numel <= room:
+            batches[-1].append(piece)
+            room -= piece.numel
+        else:
+            batches.append([piece])
+            room = _CHUNK_NUMEL * torch.get_num_threads() - piece.numel
+    return batches
+
+
 def _narrow_directions_(
-    out: torch.Tensor,
-    grad: torch.Tensor,
-    moments: Moments,
-    *,
-    coef: float,
-    betas: tuple[float, float],
-    eps: float,
-    scratch: HostScratch,
+    batch: list[NarrowPiece], *, betas: tuple[float, float], eps: float, scratch: HostScratch
 ) -> None:
-    """`directions_` of one 16-bit tensor, with its gradient scaled by `coef`, in chunks ([Note: Adam in chunks])."""
-    moments.num_steps.add_(1.0)
-    num_parts = -(-grad.numel() // max(1, _chunk_numel(grad.numel())))
-    numel = -(-grad.numel() // (num_parts * _ALIGNMENT)) * _ALIGNMENT  # equal parts but for the last
-    sides = (side.view(-1).split(numel) for side in (out, grad, moments.mean, moments.mean_square))
-    for o, g, mean, mean_square in zip(*sides, strict=True):
-        wide, direction = scratch.get(g.numel())
-        wide.copy_(g)
-        direction.zero_()
-        if coef != 1.0:
-            wide.mul_(coef)
-        states = [mean], [mean_square], [moments.num_steps]
-        adam_([direction], [wide], *states, overflow=None, betas=betas, eps=eps)
-        o.copy_(direction)
+    """`directions_` of tensors in 16 bits, whose steps have been counted."""
+    outs, grads, means, mean_squares = map(list, zip(*(piece.sides for piece in batch), strict=True))
+    steps, coefs = [piece.num_steps for piece in batch], [piece.coef for piece in batch]
+    wide, directions = scratch.get(tuple(grad.shape for grad in grads))
+    torch._foreach_copy_(wide, grads)
+    torch._foreach_zero_(directions)
+    if any(coef != 1.0 for coef in coefs):
+        torch._foreach_mul_(wide, coefs)
+    adam_(directions, wide, means, mean_squares, steps, overflow=None, betas=betas, eps=eps)
+    torch._foreach_copy_(outs, directions)
 
 
 @torch.no_grad()

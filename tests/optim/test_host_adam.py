@@ -14,11 +14,11 @@ from torch_threads import threads
 from ds_zo.optim import subspace_adam
 from ds_zo.optim.subspace_adam import (
     FlatMoments,
+    FlatTensors,
     HostScratch,
     Moments,
     clip_,
     directions_,
-    flat_directions_,
     host_directions_,
 )
 
@@ -73,36 +73,66 @@ def test_each_is_clipped_to_its_own_norm() -> None:
         torch.testing.assert_close(m.mean, grad * (1 - ADAM["betas"][0]))
 
 
-def test_one_behind_the_other_is_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In several chunks, clipped, with a step that is skipped, and with one that some have not made."""
-    monkeypatch.setattr(subspace_adam, "_CHUNK_NUMEL", 64)
-    shapes = [(8, 16), (16, 16), (8, 8)]
-    sizes = [math.prod(shape) for shape in shapes]
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_groups_of_all_kinds_are_updated_as_one_by_one(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random groups of contiguous float32 tensors, vectors and tensors in 16 bits: in chunks or whole, clipped, with
+    a step that is skipped, and with a tensor that has made fewer steps than others."""
+    seed = random.randrange(2**32)
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    for _ in range(20):
+        monkeypatch.setattr(subspace_adam, "_CHUNK_NUMEL", rng.choice([64, 320, 4096]))
+        monkeypatch.setattr(subspace_adam, "MIN_THREADS_FOR_CHUNKS", rng.choice([1, 8]))
+        flat_shapes = [(rng.randint(1, 9), 16) for _ in range(rng.randint(0, 4))]
+        other_shapes = [(rng.randint(1, 30), rng.randint(1, 30)) for _ in range(rng.randint(0, 5))]
+        shapes = [*flat_shapes, *other_shapes] or [(3, 5)]
+        dtypes = [
+            torch.float32 if k < len(flat_shapes) else rng.choice([torch.float32, torch.bfloat16, torch.float16])
+            for k in range(len(shapes))
+        ]
+        sizes = [math.prod(shape) for shape in flat_shapes]
 
-    def view(i: int, flat: torch.Tensor) -> torch.Tensor:
-        return flat.split(sizes)[i].view(shapes[i])
+        def view(i: int, buffer: torch.Tensor, sizes=sizes, shapes=shapes) -> torch.Tensor:  # type: ignore[no-untyped-def]
+            return buffer.split(sizes)[i].view(shapes[i])
 
-    flat, reference = FlatMoments.zeros(sum(sizes), 3, view), [Moments.zeros(shape, "cpu") for shape in shapes]
-    for step in range(5):
-        grad = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(step))
-        if step == 2:
-            grad[300] = math.nan
-        if step == 4:
-            for moments in (flat.parts[1], reference[1]):
-                moments.reset()
-        expected_grads = [view(i, grad.clone()) for i in range(3)]
-        norms = clip_(expected_grads, 12.0)
-        expected = [torch.empty(shape) for shape in shapes]
-        directions_(expected, expected_grads, reference, norms=norms, **ADAM)
-        out = torch.full_like(grad, 7.0)
-        outs, grads = ([view(i, side) for i in range(3)] for side in (out, grad))
-        found = flat_directions_(out, grad, flat, parts=(outs, grads), max_norm=12.0, **ADAM)
-        torch.testing.assert_close(found, norms, rtol=0, atol=0, equal_nan=True)
-        assert step == 2 or float(norms.max()) > 12
-        assert all(torch.equal(a, b) for a, b in zip(outs, expected, strict=True))
-        for a, b in zip(flat.parts, reference, strict=True):
-            assert all(torch.equal(x, y) for x, y in zip(vars(a).values(), vars(b).values(), strict=True))
-    assert [float(m.num_steps) for m in flat.parts] == [4, 1, 4]
+        flat_moments = FlatMoments.zeros(sum(sizes), len(sizes), view)
+        others = [Moments.zeros(shape, "cpu") for shape in shapes[len(sizes) :]]
+        moments, reference = [*flat_moments.parts, *others], [Moments.zeros(shape, "cpu") for shape in shapes]
+        scratch, max_norm, factor = HostScratch(), rng.choice([0.0, 8.0]), rng.choice([1.0, 0.5])
+        with threads(num_threads):
+            for step in range(5):
+                buffer = torch.randn(sum(sizes), generator=generator)
+                grads = [view(k, buffer) for k in range(len(sizes))]
+                grads += [
+                    torch.randn(shape, generator=generator).to(dtype)
+                    for shape, dtype in list(zip(shapes, dtypes, strict=True))[len(sizes) :]
+                ]
+                if step == 2:
+                    rng.choice(grads).view(-1)[0] = math.nan
+                if step == 4:
+                    k = rng.randrange(len(shapes))
+                    moments[k].reset()
+                    reference[k].reset()
+                expected_grads = [grad.float().clone() for grad in grads]
+                known = {
+                    k: float(norm)
+                    for k, norm in enumerate(torch._foreach_norm(expected_grads))
+                    if dtypes[k] is not torch.float32
+                }
+                norms = clip_(expected_grads, max_norm, factor=factor)
+                expected = [torch.empty(shape) for shape in shapes]
+                directions_(expected, expected_grads, reference, norms=norms, **ADAM)
+                out_buffer = torch.full_like(buffer, 7.0)
+                out = [view(k, out_buffer) for k in range(len(sizes))]
+                out += [torch.full_like(grad, 7.0) for grad in grads[len(sizes) :]]
+                flat = FlatTensors(out_buffer, buffer, flat_moments) if sizes else None
+                options = {"max_norm": max_norm, "factor": factor, "scratch": scratch, "known": known, "flat": flat}
+                found = host_directions_(out, grads, moments, **options, **ADAM)  # type: ignore[arg-type]
+                torch.testing.assert_close(found, norms, rtol=1e-6, atol=0, equal_nan=True)
+                for a, b in zip(out, expected, strict=True):
+                    torch.testing.assert_close(a, b.to(a.dtype), rtol=0, atol=0, msg=f"seed {seed}")
+                for m, n in zip(moments, reference, strict=True):
+                    for x, y in zip(vars(m).values(), vars(n).values(), strict=True):
+                        torch.testing.assert_close(x, y, rtol=0, atol=0, msg=f"seed {seed}")
 
 
 def test_the_bits_of_an_element_do_not_depend_on_its_place() -> None:

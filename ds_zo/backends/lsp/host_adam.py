@@ -15,10 +15,10 @@ from ds_zo.backends.lsp.matrices import MatrixState
 from ds_zo.config import LSPParams
 from ds_zo.optim.subspace_adam import (
     FlatMoments,
+    FlatTensors,
     HostScratch,
     Moments,
     clip_coefs,
-    flat_directions_,
     host_directions_,
     undo_moments_,
 )
@@ -54,18 +54,10 @@ class HostAdam:
             return torch.zeros(0)
         layout, settings = self._layout, self._settings
         outs, grads = ([layout.view(i, side) for i in active] for side in (self.directions, self.gradients))
-        if len(active) == layout.num_projected == len(self.moments):  # the usual case
-            return flat_directions_(
-                layout.flat(self.directions),
-                layout.flat(self.gradients),
-                self._flat,
-                parts=(outs, grads),
-                max_norm=self._max_norm,
-                factor=factor,
-                betas=settings.betas,
-                eps=settings.eps,
-            )
         whole = [k for k, i in enumerate(active) if i >= layout.num_projected]
+        flat = None
+        if len(active) - len(whole) == layout.num_projected > 0:  # the usual case
+            flat = FlatTensors(layout.flat(self.directions), layout.flat(self.gradients), self._flat)
         return host_directions_(
             outs,
             grads,
@@ -75,6 +67,7 @@ class HostAdam:
             betas=settings.betas,
             eps=settings.eps,
             scratch=self._scratch,
+            flat=flat,
             known=dict(zip(whole, self.whole_norms[: len(whole)].tolist(), strict=True)),
         )
 
