@@ -57,19 +57,26 @@ def lsp_equal_time() -> str:
         return ""
     zero = chosen["zero-offload"]
     first = zero[0]
-    shortest_s = min(row["train_s"] for found in chosen.values() for row in found)
+    timed = [found for found in chosen.values() if _commits(found) == _commits(zero)]
+    shortest_s = min(row["train_s"] for found in timed for row in found)
     body = []
     for name, found in chosen.items():
         within = [best_within(row, shortest_s + 1e-2) for row in found]  # rows round
+        times = ["", "", ""]
+        if found in timed:
+            times = [
+                spread([row["train_s"] for row in found], "{:.0f}"),
+                spread([value for value in within if value is not None]) if all(within) else "no look at dev by then",
+                "" if found is zero else _seconds_beside(zero, found),
+            ]
         body.append(
             [
                 _TIMED[name],
                 f"{found[0]['lr']:g}",
                 ", ".join(f"{lr:g}" for lr in sorted({row["lr"] for row in rows if row["method"] == name})),
-                spread([row["train_s"] for row in found], "{:.0f}"),
-                spread([value for value in within if value is not None]) if all(within) else "no look at dev by then",
+                *times[:2],
                 spread([row["after"] for row in found]),
-                "" if found is zero else _seconds_beside(zero, found),
+                times[2],
             ]
         )
     said = (
@@ -77,8 +84,10 @@ def lsp_equal_time() -> str:
         "all in bf16 with clipping by 1.0 and ZeRO-Offload's copies overlapped. Of the rates that were tried, the best "
         "on dev is shown. Mean over seeds, then the least and the largest. LSP's time includes the fit of its "
         "projectors. The last column is its time to ZeRO-Offload's best perplexity on dev, as a share of "
-        "ZeRO-Offload's time to it, with the same seed:"
+        "ZeRO-Offload's time to it, with the same seed."
     )
+    if len(timed) < len(chosen):
+        said += " Runs of another machine have no time here."
     heads = [
         "",
         "learning rate",
@@ -89,6 +98,10 @@ def lsp_equal_time() -> str:
         "of ZeRO-Offload's time",
     ]
     return "\n\n".join([said, table(heads, body), source(rows, sweep("lsp-equal-time", "--jobs 1"))])
+
+
+def _commits(rows: Sequence[Row]) -> set[str]:
+    return {row["commit"] for row in rows}
 
 
 def _seconds_beside(theirs: Sequence[Row], ours: Sequence[Row]) -> str:

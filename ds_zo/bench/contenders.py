@@ -69,7 +69,7 @@ TIERS = {
         *("adamw-lean", "adamw-flat", "zero2-offload-bf16", "zero3-offload-bf16", "zero3-offload-param-bf16"),
         "zero2-offload-bf16-act",
     ),
-    "variants": ("zo-streamed", "adalomo", "zo-wire"),
+    "variants": ("zo-streamed", "adalomo", "zo-wire", "lsp-dense"),
 }
 """The order of runs. Every table has the contenders of `main`, the most important first. `lean` are stock DeepSpeed and
 AdamW in the least memory that they can do with. `variants` come last."""
@@ -364,8 +364,16 @@ ALL: dict[str, Contender] = {
         _ours(
             "lsp",
             "LSP",
-            "d = 512, r = 4, learned projectors, layer-wise schedule, float32 payload",
-            optimizer={"type": "LSP", "params": {"lr": 1e-4, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}},
+            "d = 512, r = 4, learned projectors, embedding and head projected, float32 payload",
+            optimizer={"type": "LSP", "params": _ADAMW["params"]},
+            zero_optimization={"stage": 0, "offload_optimizer": _HOST},
+            device_bytes_each=2,
+        ),
+        _ours(
+            "lsp-dense",
+            "LSP, embedding whole",
+            "as LSP, with embedding and head trained whole, as in ds_configs/lsp.json",
+            optimizer={"type": "LSP", "params": {**_ADAMW["params"], "edge": "dense"}},
             zero_optimization={"stage": 0, "offload_optimizer": _HOST},
             device_bytes_each=2,
         ),

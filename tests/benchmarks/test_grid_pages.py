@@ -17,11 +17,12 @@ def write(path: Path, rows: list[Row]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def timed(method: str, lr: float, seed: int, looks: list[tuple[float, float]]) -> Row:
+def timed(method: str, lr: float, seed: int, looks: list[tuple[float, float]], commit: str = "c") -> Row:
     """A run whose looks at dev are (seconds, perplexity)."""
     curve = [{"step": i + 1, "train_s": s, "dev": {"perplexity": value}} for i, (s, value) in enumerate(looks)]
     best = min(value for _, value in looks)
     row: Row = {"method": method, "lr": lr, "seed": seed, "status": "ok", "metric": "perplexity", "curve": curve}
+    row["commit"] = commit
     return row | {"train_s": looks[-1][0], "dev": best, "after": best, "steps": 320, "batch_size": 4, "task": "alpaca"}
 
 
@@ -31,12 +32,15 @@ def test_equal_time_takes_the_better_rate_and_says_the_spread(tmp_path: Path, mo
     lsp = [timed("lsp-512", 1e-4, seed, [(10, 7.0), (20, 6.0 + seed / 10)]) for seed in (0, 1)]
     worse = [timed("lsp-512", 5e-5, seed, [(10, 9.0), (20, 8.0)]) for seed in (0, 1)]
     zero = [timed("zero-offload", 5e-5, seed, [(15, 8.0), (40, 6.5 - seed)]) for seed in (0, 1)]
-    write(tmp_path / grid_pages.EQUAL_TIME, [*worse, *lsp, *zero, {"status": "crash", "method": "lsp-512"}])
+    other = [timed("lsp-512-dense", 5e-5, 0, [(1, 5.0)], commit="another")]
+    write(tmp_path / grid_pages.EQUAL_TIME, [*worse, *lsp, *zero, *other, {"status": "crash", "method": "lsp-512"}])
     made = grid_pages.lsp_equal_time()
     assert "best dev perplexity in 20 s" in made and "320 steps of 4 texts" in made
     share = "0.50 (one seed); not reached with 1 of 2 seeds"
     assert f"| 0.0001 | 5e-05, 0.0001 | 20 (20 to 20) | 6.05 (6.00 to 6.10) | 6.05 (6.00 to 6.10) | {share} |" in made
     assert "| ZeRO-Offload | 5e-05 | 5e-05 | 40 (40 to 40) | 8.00 (8.00 to 8.00) | 6.00 (5.50 to 6.50) |  |" in made
+    assert "| LSP, d = 512, embedding whole | 5e-05 | 5e-05 |  |  | 5.00 (one seed) |  |" in made
+    assert "Runs of another machine have no time here." in made
 
 
 def adapted(method: str, lr: float, seed: int, dev: float, after: float, rank: int = 4) -> Row:
