@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -14,6 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cpuinfo
 import pytest
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ REPO = Path(__file__).resolve().parent.parent
 HELPERS = REPO / "tests" / "helpers"
 """Models, runs and references that several tests share."""
 sys.path.insert(0, str(HELPERS))
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
+"""It takes a second, and DeepSpeed's CPU Adam asks three times."""
 
 LONG_FILES = """
 distributed/test_lomo_ranks.py launch/test_train.py backends/zo/test_zo_traps.py

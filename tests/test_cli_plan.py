@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
+from conftest import REPO, python_path
+from warm_interpreter import WarmInterpreter
 
 from ds_zo.bench import machine
 from ds_zo.bench.machine_rates import noise_rate
 from ds_zo.cli import main
 from ds_zo.config.resolve import resolve
-
-REPO = Path(__file__).parents[1]
 
 
 def write_config(folder: Path, text: str) -> None:
@@ -98,12 +98,16 @@ def test_plan_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_report_names_remedies_and_feeds_the_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    warm_interpreter: WarmInterpreter,
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))  # nothing is built there, and nothing will be
     monkeypatch.setenv("OMP_NUM_THREADS", "1,1")  # one number a level of nesting
-    command = [sys.executable, "-m", "ds_zo.cli", "report", "--json", "--layers", "random:llama-tiny", "--seq", "16"]
-    command += ["--model", "random:llama-tiny"]
+    monkeypatch.setenv("PYTHONPATH", python_path(REPO))
+    command = [warm_interpreter.python(), "-m", "ds_zo.cli", "report", "--json", "--model", "random:llama-tiny"]
+    command += ["--layers", "random:llama-tiny", "--seq", "16"]
     written = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPO).stdout
     found = json.loads(written)  # in a process of its own: what DeepSpeed logs as it is imported goes elsewhere
     checks = {check["name"]: check for check in found["checks"]}

@@ -73,7 +73,8 @@ class RunCheckpoints:
 
     def _client_state(self, progress: Progress) -> dict[str, Any]:
         kept = {name: getattr(self._args, name) for name in KEPT}
-        return {**kept, "data": self._data, "micro_batch": self._micro_batch, **asdict(progress)}
+        found = {**kept, "data": self._data, "micro_batch": self._micro_batch, "num_eval": self._args.num_eval}
+        return {**found, **asdict(progress)}
 
     @property
     def _micro_batch(self) -> int:
@@ -115,6 +116,12 @@ class RunCheckpoints:
                 f"a run resumes with the data it began with: the checkpoint has {state['data']}, got {self._data}: "
                 "name the first run's (--data, --data-dir, --num-dev, --num-test, --max-length), or begin a run from "
                 "the weights by --model"
+            )
+        num_eval = state.get("num_eval", self._args.num_eval)
+        if state.get("best") and num_eval != self._args.num_eval:
+            raise UserError(
+                "a run that has evaluated resumes with the number of examples that its best score is of: the "
+                f"checkpoint has {num_eval or 'all'}, got {self._args.num_eval or 'all'} (--num-eval)"
             )
         if self._args.group_by_length and state.get("micro_batch", self._micro_batch) != self._micro_batch:
             raise UserError(

@@ -206,7 +206,7 @@ def test_lsp_is_timed_after_its_projectors_are_fitted(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Calibration, "begin_backward", begin_backward)
     spec = EntrantSpec("random:llama-tiny", batch=2, length=8, steps=2, warmup=1, dtype="bf16", device="cpu", layers=1)
     config = config_of(ALL["lsp"], shared_config(batch=2, dtype="bf16"))
-    config["optimizer"]["params"]["subspace_dim"] = 8
+    config["optimizer"]["params"] |= {"subspace_dim": 8, "fit_steps": 4}
     row = run_contender(contender="lsp", config=config, spec=asdict(spec))
     num_warmup = len(row["warmup_seconds"])
     assert any(fitting[:num_warmup]) and not any(fitting[num_warmup:])

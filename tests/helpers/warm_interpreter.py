@@ -23,12 +23,16 @@ ADDRESS = "DS_ZO_TESTS_WARM_INTERPRETER"
 """The environment variable that tells the processes of a test run where the server listens."""
 
 SERVER = """
-import contextlib, ctypes, gc, json, os, runpy, select, signal, socket, struct, sys
+import contextlib, ctypes, functools, gc, json, os, runpy, select, signal, socket, struct, sys
 gc.disable()
 import accelerate, deepspeed, transformers
 import torch.utils.cpp_extension, transformers.models.llama.modeling_llama
 with contextlib.suppress(ImportError):  # DeepSpeed imports them when it makes an engine; not every version has them
     import deepspeed.module_inject.auto_ep_config, deepspeed.module_inject.auto_ep_layer
+    import deepspeed.runtime.zero.muon.muon_optimizer  # which imports torch's compiler
+import cpuinfo
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # it takes a second; CPU Adam asks three times
+cpuinfo.get_cpu_info()
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 assert "ds_zo" not in sys.modules
 gc.collect()

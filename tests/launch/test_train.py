@@ -107,8 +107,8 @@ def test_a_folder_in_place_of_a_file_of_rows_is_told_before_training(tmp_path: P
 
 @pytest.mark.usefixtures("single_process")
 def test_a_resumed_run_says_what_it_cannot_go_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another learning rate, another batch size of groups, other rows, and another folder than that of the best
-    model."""
+    """Another learning rate, another batch size of groups, other rows, another number of rows to evaluate on, and
+    another folder than that of the best model."""
     path = write_config(tmp_path, ZO)
     config = json.loads(path.read_text())
     del config["scheduler"]
@@ -124,6 +124,8 @@ def test_a_resumed_run_says_what_it_cannot_go_on_with(tmp_path: Path, capsys: py
         run(parse_args([*again, "--batch-size", "8"]))
     with pytest.raises(ValueError, match=r"has 16 training examples of rows \w+, got 16 .*\(--data, .*--num-dev"):
         run(parse_args([*again, "--num-dev", "8"]))
+    with pytest.raises(ValueError, match=r"the checkpoint has 2, got 3 \(--num-eval\)"):
+        run(parse_args([*again, "--num-eval", "3"]))
     capsys.readouterr()
     summary = run(parse_args(again))
     assert summary is not None and summary.model_folder is None and not (tmp_path / "other" / "model").exists()
