@@ -29,7 +29,6 @@ import accelerate, deepspeed, transformers
 import torch.utils.cpp_extension, transformers.models.llama.modeling_llama
 with contextlib.suppress(ImportError):  # DeepSpeed imports them when it makes an engine; not every version has them
     import deepspeed.module_inject.auto_ep_config, deepspeed.module_inject.auto_ep_layer
-    import deepspeed.runtime.zero.muon.muon_optimizer  # which imports torch's compiler
 import cpuinfo
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # it takes a second; CPU Adam asks three times
 cpuinfo.get_cpu_info()

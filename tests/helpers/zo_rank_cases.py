@@ -530,7 +530,15 @@ def resumed_random_states(rank: int, folder: Path) -> dict[str, Any]:
 
     from ds_zo.training.progress import Progress, RunCheckpoints
 
-    kept = {"task": "t", "seed": 0, "data_seed": 0, "num_train": None, "group_by_length": False, "lr": None}
+    kept = {
+        "task": "t",
+        "seed": 0,
+        "data_seed": 0,
+        "num_train": None,
+        "group_by_length": False,
+        "lr": None,
+        "num_eval": None,
+    }
     args = argparse.Namespace(output_dir=folder, **kept)
     made = engine(json_for())
     torch.manual_seed(10 + rank)  # dropout of other lengths leaves another state on each rank
