@@ -57,26 +57,25 @@ def lsp_equal_time() -> str:
         return ""
     zero = chosen["zero-offload"]
     first = zero[0]
-    timed = [found for found in chosen.values() if _commits(found) == _commits(zero)]
-    shortest_s = min(row["train_s"] for found in timed for row in found)
+    timed = {name for name, found in chosen.items() if _commits(found) == _commits(zero)}
+    shortest_s = min(row["train_s"] for name in timed for row in chosen[name])
     body = []
     for name, found in chosen.items():
         within = [best_within(row, shortest_s + 1e-2) for row in found]  # rows round
-        times = ["", "", ""]
-        if found in timed:
-            times = [
-                spread([row["train_s"] for row in found], "{:.0f}"),
-                spread([value for value in within if value is not None]) if all(within) else "no look at dev by then",
-                "" if found is zero else _seconds_beside(zero, found),
-            ]
+        train_s = best = share = ""
+        if name in timed:
+            train_s = spread([row["train_s"] for row in found], "{:.0f}")
+            best = spread([value for value in within if value is not None]) if all(within) else "no look at dev by then"
+            share = "" if found is zero else _seconds_beside(zero, found)
         body.append(
             [
                 _TIMED[name],
                 f"{found[0]['lr']:g}",
                 ", ".join(f"{lr:g}" for lr in sorted({row["lr"] for row in rows if row["method"] == name})),
-                *times[:2],
+                train_s,
+                best,
                 spread([row["after"] for row in found]),
-                times[2],
+                share,
             ]
         )
     said = (
@@ -87,7 +86,7 @@ def lsp_equal_time() -> str:
         "ZeRO-Offload's time to it, with the same seed."
     )
     if len(timed) < len(chosen):
-        said += " Runs of another machine have no time here."
+        said += " Times are of one machine. Runs of another commit, on another machine, have none here."
     heads = [
         "",
         "learning rate",
@@ -101,6 +100,7 @@ def lsp_equal_time() -> str:
 
 
 def _commits(rows: Sequence[Row]) -> set[str]:
+    """Runs of one session have one commit. A session has one machine, and times of two machines are not compared."""
     return {row["commit"] for row in rows}
 
 

@@ -377,11 +377,10 @@ def lsp_5() -> str:
         body.append(["", f"llama-{size}, 4 x 1,024", "float32", "", *cells, *[NOT_MEASURED] * (len(LINKS_GBPS) - 1)])
     said = (
         "LSP's throughput (d = 512, random projectors, embedding and head projected) over ZeRO-Offload's (stage 2), "
-        "random weights, bf16, activation "
-        "checkpointing, clipping 1.0. The paper's cards have links of 10 to 20 GB/s, ours is an H200 on its own link, "
-        "then with copies slowed down to such links. ZeRO-Offload's states are float32 as in the paper, but bf16 for "
-        "LLaMA-7B, whose float32 states take nearly all of the host's memory. The paper's ratios are in the order of "
-        f"its text. {RATIOS}"
+        "random weights, bf16, activation checkpointing, clipping 1.0. The paper's cards have links of 10 to 20 GB/s, "
+        "ours is an H200 on its own link, then with copies slowed down to such links. ZeRO-Offload's states are "
+        "float32 as in the paper, but bf16 for LLaMA-7B, whose float32 states take nearly all of the host's memory. "
+        f"The paper's ratios are in the order of its text. {RATIOS}"
     )
     links = [f"{link_name(link)} link" if link is None else f"{link:g} GB/s" for link in LINKS_GBPS]
     heads = ["paper's case", "our shape and tokens", "ZeRO-Offload's states", "paper", *links]

@@ -34,7 +34,7 @@ HELPERS = REPO / "tests" / "helpers"
 """Models, runs and references that several tests share."""
 sys.path.insert(0, str(HELPERS))
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
-"""It takes a second, and DeepSpeed's CPU Adam asks three times."""
+"""Reading the processor's features takes a second. DeepSpeed reads them three times for each CPU Adam."""
 
 LONG_FILES = """
 distributed/test_lomo_ranks.py launch/test_train.py backends/zo/test_zo_traps.py

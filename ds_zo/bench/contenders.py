@@ -361,21 +361,19 @@ ALL: dict[str, Contender] = {
             device_bytes_each=2,
             accumulates=False,
         ),
-        _ours(
-            "lsp",
-            "LSP",
-            "d = 512, r = 4, learned projectors, embedding and head projected, float32 payload",
-            optimizer={"type": "LSP", "params": _ADAMW["params"]},
-            zero_optimization={"stage": 0, "offload_optimizer": _HOST},
-            device_bytes_each=2,
-        ),
-        _ours(
-            "lsp-dense",
-            "LSP, embedding whole",
-            "as LSP, with embedding and head trained whole, as in ds_configs/lsp.json",
-            optimizer={"type": "LSP", "params": {**_ADAMW["params"], "edge": "dense"}},
-            zero_optimization={"stage": 0, "offload_optimizer": _HOST},
-            device_bytes_each=2,
+        *(
+            _ours(
+                name,
+                title,
+                f"d = 512, r = 4, learned projectors, {edge_settings}, float32 payload",
+                optimizer={"type": "LSP", "params": {**_ADAMW["params"], "edge": edge}},
+                zero_optimization={"stage": 0, "offload_optimizer": _HOST},
+                device_bytes_each=2,
+            )
+            for name, title, edge, edge_settings in (
+                ("lsp", "LSP", "lsp", "embedding and head projected"),
+                ("lsp-dense", "LSP, embedding whole", "dense", "embedding and head trained whole"),
+            )
         ),
         Contender(
             "lomo-optim",

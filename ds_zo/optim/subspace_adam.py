@@ -198,7 +198,7 @@ def host_directions_(
     if narrow:
         torch._foreach_add_([moments[k].num_steps for k in narrow], 1.0)
     pieces = (
-        NarrowPiece((out[k], grads[k], moments[k].mean, moments[k].mean_square), moments[k].num_steps, coefs[k])
+        _NarrowPiece((out[k], grads[k], moments[k].mean, moments[k].mean_square), moments[k].num_steps, coefs[k])
         for k in narrow
     )
     for batch in _narrow_batches(pieces):
@@ -235,7 +235,7 @@ def _flat_directions_(flat: FlatTensors, *, betas: tuple[float, float], eps: flo
 
 
 @dataclass
-class NarrowPiece:
+class _NarrowPiece:
     """A tensor in 16 bits, or a part of one."""
 
     sides: tuple[torch.Tensor, ...]
@@ -249,16 +249,16 @@ class NarrowPiece:
         return self.sides[0].numel()
 
 
-def _narrow_batches(pieces: Iterable[NarrowPiece]) -> list[list[NarrowPiece]]:
+def _narrow_batches(pieces: Iterable[_NarrowPiece]) -> list[list[_NarrowPiece]]:
     """Small tensors together ([Note: few torch calls]), and large ones in chunks ([Note: Adam in chunks])."""
-    batches: list[list[NarrowPiece]] = []
+    batches: list[list[_NarrowPiece]] = []
     room = 0
     for piece in pieces:
         num_parts = -(-piece.numel // max(1, _chunk_numel(piece.numel)))
         if num_parts > 1:
             numel = -(-piece.numel // (num_parts * _ALIGNMENT)) * _ALIGNMENT  # equal parts but for the last
             parts = zip(*(side.view(-1).split(numel) for side in piece.sides), strict=True)
-            batches += [[NarrowPiece(part, piece.num_steps, piece.coef)] for part in parts]
+            batches += [[_NarrowPiece(part, piece.num_steps, piece.coef)] for part in parts]
             room = 0
         elif piece.numel <= room:
             batches[-1].append(piece)
@@ -270,7 +270,7 @@ def _narrow_batches(pieces: Iterable[NarrowPiece]) -> list[list[NarrowPiece]]:
 
 
 def _narrow_directions_(
-    batch: list[NarrowPiece], *, betas: tuple[float, float], eps: float, scratch: HostScratch
+    batch: list[_NarrowPiece], *, betas: tuple[float, float], eps: float, scratch: HostScratch
 ) -> None:
     """`directions_` of tensors in 16 bits, whose steps have been counted."""
     outs, grads, means, mean_squares = map(list, zip(*(piece.sides for piece in batch), strict=True))

@@ -30,7 +30,7 @@ import torch.utils.cpp_extension, transformers.models.llama.modeling_llama
 with contextlib.suppress(ImportError):  # DeepSpeed imports them when it makes an engine; not every version has them
     import deepspeed.module_inject.auto_ep_config, deepspeed.module_inject.auto_ep_layer
 import cpuinfo
-cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # it takes a second; CPU Adam asks three times
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # it takes a second, and each CPU Adam calls it thrice
 cpuinfo.get_cpu_info()
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 assert "ds_zo" not in sys.modules
