@@ -30,7 +30,7 @@ PLANNED_AS = {
     "adamw-flat": "adamw",
     "adamw-lean": "torch-adamw",
     "lomo-optim": "lomo",
-    "lsp-dense": "lsp",
+    "lsp-projected": "lsp",
     "zero2-offload": "zero-offload",
     "zenflow": "zero-offload",
     "zero3-offload": "zero-3-gpu-params",

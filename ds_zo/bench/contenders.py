@@ -69,7 +69,7 @@ TIERS = {
         *("adamw-lean", "adamw-flat", "zero2-offload-bf16", "zero3-offload-bf16", "zero3-offload-param-bf16"),
         "zero2-offload-bf16-act",
     ),
-    "variants": ("zo-streamed", "adalomo", "zo-wire", "lsp-dense"),
+    "variants": ("zo-streamed", "adalomo", "zo-wire", "lsp-projected"),
 }
 """The order of runs. Every table has the contenders of `main`, the most important first. `lean` are stock DeepSpeed and
 AdamW in the least memory that they can do with. `variants` come last."""
@@ -371,8 +371,8 @@ ALL: dict[str, Contender] = {
                 device_bytes_each=2,
             )
             for name, title, edge, edge_settings in (
-                ("lsp", "LSP", "lsp", "embedding and head projected"),
-                ("lsp-dense", "LSP, embedding whole", "dense", "embedding and head trained whole"),
+                ("lsp", "LSP", "dense", "embedding and head trained whole"),
+                ("lsp-projected", "LSP, embedding projected", "lsp", "embedding and head projected"),
             )
         ),
         Contender(

@@ -307,8 +307,9 @@ class LSPParams(OptimizerParams):
     """layerwise: copy and update each layer on the CPU during the rest of the backward pass; sync: wait for it. Both
     give the same weights."""
 
-    edge: Literal["lsp", "freeze", "dense"] = "lsp"
-    """Embeddings and head: lsp projects them too, freeze does not train them, dense trains them with Adam."""
+    edge: Literal["lsp", "freeze", "dense"] = "dense"
+    """Embeddings and head: dense trains them with Adam, lsp projects them as it does other matrices, freeze does not
+    train them."""
 
     clip_scope: Literal["matrix", "global"] = "matrix"
     """What `gradient_clipping` limits to c. global: the norm of all gradients, for which the layer-wise schedule has to

@@ -20,9 +20,11 @@ CPU = {"stage": 0, "offload_optimizer": {"device": "cpu"}}
 
 
 def lsp_json(*, offload: bool = True, lr: float = 1e-2, clipping: float = 0.0, **more: Any) -> dict[str, Any]:
-    """`params` adds to optimizer.params, the rest to the top level."""
+    """`params` adds to optimizer.params, the rest to the top level. Embeddings and head are projected, so that a tiny
+    model has projected matrices inside and outside of its blocks."""
     own = more.pop("params", {})
-    params = {"lr": lr, "subspace_dim": 6, "nonzeros_per_row": 2, "projector": "random", "fit_steps": 3, **own}
+    sizes = {"subspace_dim": 6, "nonzeros_per_row": 2, "fit_steps": 3}
+    params = {"lr": lr, **sizes, "projector": "random", "edge": "lsp", **own}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": clipping,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ds_zo.bench.contenders import ALL
-from ds_zo.config.optimizers import ZOParams
+from ds_zo.config.optimizers import LSPParams, ZOParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import Limits, Model, load_model
 from ds_zo.planner.estimate import WORKSPACE_NBYTES, Estimate
@@ -76,7 +76,7 @@ ESTIMATES: dict[str, Callable[..., Estimate]] = {
     "zo": partial(estimate_zo, offload=True),
     "lomo": partial(estimate_lomo, offload=False),
     "lomo-streamed": partial(estimate_lomo, offload=True),
-    "lsp": partial(estimate_lsp, offload=False),
+    "lsp": partial(estimate_lsp, offload=False, params=LSPParams(edge="lsp")),
     "zero2-offload": estimate_zero_offload,
     "zero3-offload": partial(estimate_zero3, offload_param=False),
     "zero3-offload-param": partial(estimate_zero3, offload_param=True),

@@ -57,9 +57,12 @@ def check_matrix_states(matrices_and_moments: Iterable[MatrixAndMoments], states
     for matrix, _ in matrices_and_moments:
         saved = states.get(matrix.name)
         if saved is not None and tuple(saved["moments"]["mean"].shape) != matrix.shape:
+            remedy = "resume with the checkpoint's subspace_dim, projector and edge"
+            if saved["subspace"] is not None and matrix.subspace is None:
+                remedy += ' (for embeddings and head, which ds_zo 0.1 projected by default: "edge": "lsp")'
             raise CheckpointError(
                 f"the checkpoint's subspace of {matrix.name} is {tuple(saved['moments']['mean'].shape)}, here it is "
-                f"{matrix.shape}: resume with the checkpoint's subspace_dim, projector and edge"
+                f"{matrix.shape}: {remedy}"
             )
         if saved is not None:
             _check_matrix_state(saved, matrix.shape)

@@ -16,7 +16,8 @@ from transformers import BertConfig, BertForSequenceClassification
 from ds_zo.backends.lsp import backend as lsp
 from ds_zo.backends.lsp import calibration as lsp_calibration
 from ds_zo.backends.lsp import matrices as lsp_matrices
-from ds_zo.config import ConfigError
+from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.config import ConfigError, LSPParams
 from ds_zo.optim.subspace_adam import Moments
 from ds_zo.projectors import SparseProjector, captured_share, flatten_spectrum
 
@@ -36,6 +37,7 @@ def test_what_trains_how() -> None:
     gpt2 = kinds(start(lsp_json(), small("gpt2")))
     assert gpt2["transformer.h.0.attn.c_attn.weight"] and not gpt2["transformer.h.0.attn.c_attn.bias"]
     assert "lm_head.weight" not in gpt2 and gpt2["transformer.wte.weight"]  # tied: one parameter
+    assert LSPParams().edge == "dense"
     dense = kinds(start(lsp_json(params={"edge": "dense"}), small()))
     assert not dense["model.embed_tokens.weight"] and not dense["lm_head.weight"]
     assert dense["model.layers.0.mlp.up_proj.weight"]
@@ -351,9 +353,10 @@ def test_a_checkpoint_of_another_subspace_is_refused(tmp_path: Path) -> None:
     engine = start(lsp_json(), small())
     train(engine, batches("llama", 1))
     engine.save_checkpoint(str(tmp_path))
-    other = start(lsp_json(params={"subspace_dim": 5}), small())
-    with pytest.raises(Exception, match="subspace_dim"):
-        other.load_checkpoint(str(tmp_path))
+    for params, remedy in (({"subspace_dim": 5}, "subspace_dim"), ({"edge": "dense"}, 'head.*"edge": "lsp"')):
+        other = start(lsp_json(params=params), small())
+        with pytest.raises(CheckpointError, match=remedy):
+            other.load_checkpoint(str(tmp_path))
 
 
 @pytest.mark.parametrize("offload", [False, True])
