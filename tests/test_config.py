@@ -708,13 +708,19 @@ def test_stage_3_that_shards_nothing_and_serialising_clip_scope_are_warned_of() 
         {"optimizer": {"type": "LOMOO"}},
         {"optimizer": {"type": "AdamW"}, "ds_zo": {"stream": {}}},
         {"ds_zo": None},
-        {"ds_zo": 3},
         {"ds_zo": {"backend": None}},
         STOCK_ZERO_OFFLOAD,
     ],
 )
 def test_stock_configurations_name_none_of_ours(config: Any) -> None:
     assert backend_of(config) is None
+
+
+@pytest.mark.parametrize("section", [3, [], False, "", "auto"])
+def test_a_section_that_is_no_object_is_never_taken_for_a_stock_configuration(section: Any) -> None:
+    for config in ({"ds_zo": section}, {"zero_optimization": {"ds_zo": section}}):
+        with pytest.raises(ConfigError, match=r"ds_zo must be an object, got .*\(ds_zo\)$"):
+            backend_of(config)
 
 
 @pytest.mark.parametrize("name", ["zoo", "AdamW", 3, True, ["zo"]])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
+
+from ds_zo.config.json_text import parse_object
 
 _T = TypeVar("_T")
 DEFAULT_SEQ = 2048
@@ -47,9 +48,6 @@ def unprinted(work: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
 
 def json_object(text: str, option: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except json.JSONDecodeError as error:
+        return parse_object(text)
+    except ValueError as error:
         raise ValueError(f"{option} must be a JSON object, got {text!r}: {error} ({option})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{option} must be a JSON object, got {text!r}: write {{...}} ({option})")
-    return found

@@ -12,6 +12,7 @@ from ds_zo.commands.arguments import DEFAULT_SEQ, add_command, add_machine, unpr
 from ds_zo.config import BACKENDS, backend_of, resolve_for_evaluation, with_section_on_top
 from ds_zo.config.convert import Conversion, autos_of, check, check_stock, convert, refused_autos, without_auto
 from ds_zo.config.errors import ConfigError, shown
+from ds_zo.config.json_text import read_object
 from ds_zo.config.rules import check_removed_features
 
 _EXAMPLES = (
@@ -73,15 +74,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
-
     try:
-        found = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=dict_raise_error_on_duplicate_keys)
-    except ValueError as error:  # DeepSpeed's for a key that stands twice, and json's own
-        raise ValueError(f"the file must be a JSON without repeated keys: {error}; correct it ({path})") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"the file must be a JSON object, got {shown(found)}; write {{...}} ({path})")
-    return found
+        return read_object(path)
+    except ValueError as error:
+        raise ValueError(f"the file must be JSON, without repeated keys: {error}; correct it ({path})") from None
 
 
 def _check(ds_config: dict[str, Any]) -> None:

@@ -21,8 +21,8 @@ _GROUP_KEYS = ("lr", "weight_decay")
 def backend_of(ds_config: Any) -> str | None:
     """The name of our backend that a DeepSpeed JSON selects; None for a stock JSON. It is cheap and checks little.
 
-    Raises only for an unknown `ds_zo.backend`, and for a misspelt `ds_zo` section or `optimizer` block. DeepSpeed
-    ignores such keys, and would train with a stock optimizer without a warning.
+    Raises only for an unknown `ds_zo.backend`, for a `ds_zo` section that is misspelt or no object, and for a misspelt
+    `optimizer` block. DeepSpeed ignores such keys, and would train with a stock optimizer without a warning.
     """
     if not isinstance(ds_config, dict):
         return None
@@ -137,8 +137,7 @@ def _backend_in_type(ds_config: dict[str, Any], key: str = "optimizer") -> str |
 
 
 def _backend_in_section(ds_config: dict[str, Any]) -> str | None:
-    section = ds_config.get("ds_zo")
-    name = section.get("backend") if isinstance(section, dict) else None
+    name = block(ds_config, "ds_zo").get("backend")
     if name is None or name == "auto":
         return None
     known = backend_names()

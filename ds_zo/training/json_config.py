@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
 from ds_zo.config import backend_of
 from ds_zo.config.convert import PEAK_RATES, autos_of, check_stock, without_auto
+from ds_zo.config.json_text import read_object
 from ds_zo.config.stock import block, optimizer_params, read_stock
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_FOLDER
 from ds_zo.tasks.embedded_model import folder_of
@@ -70,12 +69,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"looked for a DeepSpeed JSON at {path}: not found (--deepspeed)")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=dict_raise_error_on_duplicate_keys)
-    except ValueError as error:  # not JSON, not UTF-8, or a key that stands twice
-        raise UserError(f"{path} must be JSON without repeated keys: {error} (--deepspeed)") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path} must hold a JSON object, got a {type(config).__name__} (--deepspeed)")
-    return config
+        return read_object(path)
+    except ValueError as error:
+        raise UserError(f"{path} must be a JSON object without repeated keys: {error} (--deepspeed)") from None
 
 
 def _check(config: dict[str, Any], args: argparse.Namespace) -> None:
