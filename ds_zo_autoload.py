@@ -21,10 +21,12 @@ class AfterImport:
     """A finder for `sys.meta_path` that calls `action` once, after the module `name` has been executed.
 
     The finders behind it find the module. `importlib.util.find_spec` does not execute a module, so nothing is called.
+    If the action fails, that import and every later one raise its error.
     """
 
     def __init__(self, name: str, action: Callable[[], object]) -> None:
         self._name, self._action = name, action
+        self._error: Exception | None = None
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != self._name or self not in sys.meta_path:
@@ -39,14 +41,24 @@ class AfterImport:
         inner = vars(loader).get("exec_module")  # of another finder that waits for the same module
 
         def execute_then_act(module: ModuleType) -> None:
+            if self._error is not None:
+                raise self._error
             if inner is None:
                 del loader.exec_module  # the loader's own method is called from here on
             else:
                 loader.exec_module = inner
             loader.exec_module(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
+            if self not in sys.meta_path:
+                return
+            try:
                 self._action()
+            except Exception as error:
+                self._error = error
+                # Python removes the module. A submodule that stays could be imported without it.
+                for submodule in [found for found in sys.modules if found.startswith(f"{self._name}.")]:
+                    del sys.modules[submodule]
+                raise
+            sys.meta_path.remove(self)
 
         loader.exec_module = execute_then_act
         return spec

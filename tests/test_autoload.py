@@ -89,10 +89,34 @@ def test_a_process_without_deepspeed_imports_one_module(python: Python) -> None:
     }
 
 
-def test_an_import_that_fails_is_not_taken_for_a_missing_deepspeed(python: Python, tmp_path: Path) -> None:
-    (tmp_path / "stubs" / "ds_zo" / "__init__.py").write_text("import a_library_that_is_missing\n")
-    error = python("try:\n    import deepspeed\nexcept ImportError:\n    pass", fails=True).splitlines()[-1]
-    assert "No module named 'a_library_that_is_missing'" in error and "unset DS_ZO_AUTOLOAD" in error
+IMPORTS = (
+    "import deepspeed",
+    "import deepspeed.engine",
+    "from deepspeed.engine import __name__",
+    "import importlib as i; i.import_module('deepspeed.engine')",
+    "import runpy; runpy.run_module('deepspeed.engine')",
+)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_import_raises_where_ds_zo_is_broken(seed: int, python: Python, tmp_path: Path) -> None:
+    """Not an ImportError, which libraries take for a missing DeepSpeed."""
+    (tmp_path / "stubs" / "ds_zo" / "__init__.py").write_text(
+        "from deepspeed import engine\nimport a_library_that_is_missing\n"
+    )
+    code = f"""
+import random
+for line in random.Random({seed}).choices({IMPORTS}, k=4):
+    try:
+        exec(line)
+    except ImportError:
+        pass
+    except RuntimeError as error:
+        message = str(error)
+        assert "No module named 'a_library_that_is_missing'" in message and "unset DS_ZO_AUTOLOAD" in message
+        print("raised")
+"""
+    assert python(code) == "deepspeed raised raised raised raised"
 
 
 def test_a_missing_deepspeed_stays_an_import_error(python: Python, tmp_path: Path) -> None:
