@@ -6,8 +6,10 @@ import argparse
 import json
 import os
 import sys
-import tempfile
+from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 import torch
 from deepspeed import comm as dist
@@ -22,6 +24,7 @@ from ds_zo.records.run_summary import Summary
 from ds_zo.tasks import TaskError
 from ds_zo.training.engine import ensure_environment
 from ds_zo.training.errors import UserError
+from ds_zo.training.folders import own_folders
 from ds_zo.training.json_config import read_config
 from ds_zo.training.loop import TrainingLoop
 from ds_zo.training.progress import find_checkpoints
@@ -52,12 +55,15 @@ def run(args: argparse.Namespace) -> Summary | None:
     config = read_config(args)
     checkpoints = find_checkpoints(args)
     ensure_environment()
+    with own_folders(args) if os.environ["RANK"] == "0" else nullcontext():
+        return _run(args, config, checkpoints)
+
+
+def _run(args: argparse.Namespace, config: dict[str, Any], checkpoints: Path | None) -> Summary | None:
     torch.manual_seed(args.seed)
     if args.tf32:
         torch.backends.cuda.matmul.allow_tf32 = True
     loop = TrainingLoop(args, config)
-    if loop.rank == 0:
-        _check_folders(args)
     before = None if args.skip_zero_shot else loop.evaluate("test")
     if loop.rank == 0 and before is not None:
         print(f"before: test {before}", flush=True)
@@ -79,27 +85,6 @@ def run(args: argparse.Namespace) -> Summary | None:
     if loop.rank == 0:
         _report(summary, args)
     return summary
-
-
-def _check_folders(args: argparse.Namespace) -> None:
-    """Makes the folders that the run writes to, and raises if it may not write there, before it trains."""
-    folders = {"--output-dir": args.output_dir}
-    if args.results is not None:
-        folders["--results"] = args.results.parent
-    for flag, folder in folders.items():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            text = f"the run must be able to write to {folder}, got {error.strerror}: name another folder ({flag})"
-            raise UserError(text) from error
-    if args.results is not None and args.results.exists():
-        try:
-            args.results.open("ab").close()
-        except OSError as error:
-            text = f"the run must be able to write to {args.results}, got {error.strerror}: name another file"
-            raise UserError(f"{text} (--results)") from error
 
 
 def _report(summary: Summary, args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -553,6 +554,42 @@ def test_ctrl_c_is_one_line(tmp_path: Path, run_script: Run) -> None:
     assert done.returncode == 130
     assert done.stderr.splitlines()[-1].startswith("error: stopped by Ctrl-C; --resume latest goes on")
     assert "Traceback" not in done.stderr
+
+
+SECOND_RUN = """
+import os, pathlib, signal, sys, threading, time
+from ds_zo.cli import main
+from ds_zo.training.arguments import parse_args
+from ds_zo.training.job import run
+
+words = ["--method", "lomo", "--save-every", "1", "--skip-zero-shot", "--num-eval", "2", "--output-dir", "out"]
+
+def begin_another():
+    while not pathlib.Path("out/checkpoints/latest").exists():
+        time.sleep(0.01)
+    try:
+        run(parse_args(words))
+    except ValueError as error:
+        pathlib.Path("refusal").write_text(str(error))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+threading.Thread(target=begin_another, daemon=True).start()
+main(["train", *words, "--steps", "100000"])
+"""
+
+
+def test_one_run_at_a_time_writes_to_a_folder(tmp_path: Path, run_script: Run) -> None:
+    """A second run is refused while the first trains. After a kill the next run resumes in that folder."""
+    (tmp_path / "second.py").write_text(SECOND_RUN)
+    done = run_script(tmp_path / "second.py", cwd=tmp_path, env=environment(), timeout_s=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    refusal = (tmp_path / "refusal").read_text()
+    assert re.search(r"got out, where process \d+ of \S+ writes: .* \(--output-dir\)$", refusal), refusal
+    (tmp_path / "resumed.py").write_text(COMMAND)
+    step = int((tmp_path / "out" / "checkpoints" / "latest").read_text().removeprefix("step"))
+    words = ["--method", "lomo", "--steps", step + 1, "--num-eval", 2, "--output-dir", "out", "--resume", "latest"]
+    done = run_script(tmp_path / "resumed.py", *words, cwd=tmp_path, env=environment())
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 CLOSED_PIPE = """
