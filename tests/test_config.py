@@ -11,7 +11,8 @@ import torch
 from deepspeed.runtime import lr_schedules
 
 from ds_zo.config import BACKENDS, ConfigError, ZOParams, backend_of, resolve
-from ds_zo.config.rules import check_top_level, largest_zo_lr
+from ds_zo.config.learning_rates import largest_rate
+from ds_zo.config.rules import check_top_level, far_rate
 from ds_zo.config.stock import known_keys
 
 NAN, INF = float("nan"), float("inf")
@@ -587,23 +588,44 @@ def test_stock_offload_json_with_only_the_type_edited(kind: str) -> None:
         "zero_optimization.offload_optimizer",
     )
     assert config.optimizer.lr == 3e-5
-    assert any("AdamW does not transfer" in line for line in config.warnings)
+    assert "AdamW's rates do not suit it" in str(far_rate(config, 3e-5, at="lr", num_trained=7 * 10**9))
 
 
-def test_a_learning_rate_left_out_was_not_chosen_for_adamw() -> None:
-    usual = resolve(edited(STOCK_ZERO_OFFLOAD, {"optimizer.type": "LOMO", "optimizer.params.lr": 1e-3}))
-    assert not any("does not transfer" in line for line in usual.warnings)
-    left_out = resolve(edited(STOCK_ZERO_OFFLOAD, {"optimizer.type": "ZO", "optimizer.params.lr": DROP}))
-    assert left_out.optimizer.lr == 1e-6
-    assert not any("AdamW" in line for line in left_out.warnings)
-    for kind, lr, warns in (("ZO", 1e-3, True), ("ZO", 5e-4, False), ("LOMO", 1e-2, False), ("LSP", 1e-3, False)):
-        found = resolve(edited(base(kind), param("lr", lr))).warnings
-        assert [line for line in found if "1e-7 to 1e-6" in line and "(optimizer.params.lr)" in line] == list(found)
-        assert len(found) == warns
+@pytest.mark.parametrize(
+    ("kind", "lr", "said"),
+    [
+        (
+            "LOMO",
+            2e-5,
+            "got 2e-05, which is far below them; AdamW's rates do not suit it; start from 0.03 with",
+        ),
+        ("AdaLOMO", 0.5, "got 0.5, which is far above them; AdamW's rates do not suit it; start from 0.0005 (here)"),
+        ("AdaLOMO", 2e-5, "far below"),
+        ("ZO", 1e-3, "1e-07 to 1e-05, got 0.001, which is far above them; AdamW's rates do not suit it; start from"),
+        ("ZO", 1e-9, "far below"),
+        ("LSP", 0.1, "far above them; start from 2e-05 (here)"),
+        ("Adapter", 0.1, "far above"),
+        *[("ZO", lr, "") for lr in (0.0, 1e-8, 1e-6, 5e-4)],
+        *[("LOMO", lr, "") for lr in (1e-3, 1e-2, 0.1, 1.0)],
+        *[("AdaLOMO", lr, "") for lr in (1e-4, 2e-3)],
+        *[(kind, lr, "") for kind in ("LSP", "Adapter") for lr in (5e-7, 1e-3)],  # DPO's and SmolLM2's
+    ],
+)
+def test_a_learning_rate_far_from_the_table_is_warned_of(kind: str, lr: float, said: str) -> None:
+    config = base(kind)
+    if kind == "Adapter":
+        config["ds_zo"], config["optimizer"]["type"] = {"backend": "adapter"}, "AdamW"
+    found = far_rate(resolve(config), lr, at="here")
+    assert (said in found) if found and said else (found is None and not said), found
+
+
+def test_a_learning_rate_left_out_is_that_of_the_table() -> None:
+    for kind, lr in (("ZO", 1e-6), ("LOMO", 1e-2), ("AdaLOMO", 5e-4), ("LSP", 2e-5)):
+        assert resolve(base(kind)).optimizer.lr == lr
 
 
 def test_the_rate_that_zo_is_warned_of_falls_with_the_number_of_parameters() -> None:
-    rates = [largest_zo_lr(round(size)) for size in (1e6, 1.4e8, 1.3e9, 1.3e10)]
+    rates = [largest_rate("zo", round(size)) for size in (1e6, 1.4e8, 1.3e9, 1.3e10)]
     assert rates == [5e-4, pytest.approx(7e-5, rel=0.1), 1e-5, 1e-5]
     assert rates[1] > 3e-5, "which trains a model of 135M in the shipped grids"
 

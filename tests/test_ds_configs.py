@@ -15,6 +15,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 
 from ds_zo.config import backend_of, resolve
 from ds_zo.config.docs import BEGIN, END, key_tables, write_tables
+from ds_zo.config.rules import far_rate
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
 BACKEND_OF_FILE = {"zo": "zo", "lomo": "lomo", "lsp": "lsp", "zero_offload": None, "zero3": None}
@@ -114,4 +115,4 @@ def test_migration_page_json_is_valid_and_its_edit_is_enough() -> None:
     stock["optimizer"]["type"] = "ZO"
     resolved = resolve(stock)
     assert "zero_optimization.offload_optimizer" in resolved.ignored
-    assert any("AdamW" in line for line in resolved.warnings)
+    assert "AdamW's rates do not suit it" in str(far_rate(resolved, 1e-3, at="optimizer.params.lr"))

@@ -10,7 +10,16 @@ from typing import Any
 
 from ds_zo.commands.arguments import DEFAULT_SEQ, add_command, add_machine, unprinted
 from ds_zo.config import BACKENDS, backend_of, resolve_for_evaluation, with_section_on_top
-from ds_zo.config.convert import Conversion, autos_of, check, check_stock, convert, refused_autos, without_auto
+from ds_zo.config.convert import (
+    Conversion,
+    autos_of,
+    check,
+    check_stock,
+    convert,
+    rate_warning_of,
+    refused_autos,
+    without_auto,
+)
 from ds_zo.config.errors import ConfigError, shown
 from ds_zo.config.json_text import read_object
 from ds_zo.config.rules import check_removed_features
@@ -105,7 +114,8 @@ def _check(ds_config: dict[str, Any]) -> None:
     print("valid")
     for key in resolved.ignored:
         print(f"no effect: {key}")
-    for warning in resolved.warnings:
+    rate = rate_warning_of(ds_config, resolved)
+    for warning in (*([rate] if rate else []), *resolved.warnings):
         print(f"warning: {warning}")
     if not ds_config.get("optimizer"):
         print("note: the script must pass an optimizer to deepspeed.initialize; without one the engine only evaluates")

@@ -15,13 +15,13 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_zo.config.draft import Change, Draft
 from ds_zo.config.errors import ConfigError, shown, type_remedy
+from ds_zo.config.learning_rates import StartingRate, starting_rate
 from ds_zo.config.optimizers import STOCK_PARAMS
 from ds_zo.config.registry import entry_of, unknown_optimizer
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
-from ds_zo.config.rules import REFUSED, check_top_level
+from ds_zo.config.rules import REFUSED, check_top_level, far_rate
 from ds_zo.config.section import NEED_STREAMING
-from ds_zo.config.starting_rates import StartingRate, starting_rate
 from ds_zo.config.stock import block, is_on, lookup, optimizer_params, read_stock
 from ds_zo.versions import REMOVED_FEATURES
 
@@ -126,6 +126,15 @@ def check(ds_config: dict[str, Any]) -> Resolved:
     if peak is not None and lookup(plain, "optimizer.params.lr") == "auto":  # Trainer insists that they are equal
         plain["optimizer"] = {**plain["optimizer"], "params": {**plain["optimizer"]["params"], "lr": peak}}
     return resolve(plain, client_optimizer="optimizer" not in ds_config, world_size=1)
+
+
+def rate_warning_of(ds_config: dict[str, Any], resolved: Resolved) -> str | None:
+    """The warning of a learning rate far from the usual ones; None for a usual one, and where the script names it."""
+    if resolved.params_at != "optimizer.params":
+        return None
+    peak = _peak(ds_config)
+    at = "optimizer.params.lr" if peak is None else f"scheduler.params.{PEAK_RATES[ds_config['scheduler']['type']]}"
+    return far_rate(resolved, resolved.optimizer.lr if peak is None else peak, at=at)
 
 
 def without_auto(ds_config: dict[str, Any]) -> dict[str, Any]:

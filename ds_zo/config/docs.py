@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from ds_zo.config.errors import model_in
+from ds_zo.config.learning_rates import rate_table
 from ds_zo.config.optimizers import OptimizerParams
 from ds_zo.config.registry import backend_names, entries
 from ds_zo.config.section import BackendName, CheckpointConfig, DsZoConfig, StreamConfig
@@ -24,9 +25,10 @@ _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def key_tables() -> str:
-    """All tables, each under a heading that names the section of the JSON with its keys."""
+    """All tables, each under a heading that names the section of the JSON with its keys, and the learning rates."""
     own = [_table(title, model, None) for title, model in _SECTIONS.items()]
-    return "\n\n".join([*_params_tables(), *own])
+    rates = f"### Learning rates to start from\n\n{rate_table()}"
+    return "\n\n".join([*_params_tables(), *own, rates])
 
 
 def _params_tables() -> list[str]:

@@ -10,6 +10,7 @@ from typing_extensions import Self
 
 from ds_zo.config.base import ConfigModel
 from ds_zo.config.errors import ConfigError, rule_error, shown
+from ds_zo.config.learning_rates import starting_rate
 from ds_zo.config.stock import DTYPE_NAMES, is_on, lookup
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class OptimizerParams(ConfigModel):
 class ZOParams(OptimizerParams):
     """ZO: two forward passes a step, and no backward pass."""
 
-    lr: float = Field(1e-6, ge=0, le=100)
+    lr: float = Field(starting_rate("zo").lr, ge=0, le=100)
     """Learning rate; a `scheduler` scales it. Use 1e-7 to 1e-5 for a large model, far less than AdamW's."""
 
     zo_eps: float = Field(1e-3, gt=0, le=1)
@@ -181,6 +182,9 @@ class AdapterParams(ConfigModel):
 class LOMOParams(OptimizerParams):
     """LOMO: each gradient is applied to its weights inside the backward pass, and then freed."""
 
+    lr: float = Field(starting_rate("lomo", is_clipped=False).lr, ge=0, le=100)
+    """Learning rate; a `scheduler` scales it. It is SGD's, far more than AdamW's."""
+
     clip_grad_value: float | None = Field(None, gt=0)
     """Clip every element of a gradient to this magnitude, in one backward pass; excludes `gradient_clipping`."""
 
@@ -219,6 +223,9 @@ class LOMOParams(OptimizerParams):
 class AdaLOMOParams(LOMOParams):
     """AdaLOMO: LOMO with factored second moments and updates normalised by group."""
 
+    lr: float = Field(starting_rate("adalomo").lr, ge=0, le=100)
+    """Learning rate; a `scheduler` scales it."""
+
     decay_rate: float = Field(-0.8, ge=-1, le=0)
     """At step t the moving average of squared gradients keeps the fraction 1 - t ** decay_rate of its last value."""
 
@@ -236,7 +243,7 @@ class AdaLOMOParams(LOMOParams):
 class AdamWParams(OptimizerParams):
     """Adapter: AdamW trains the parameters that require gradients, over a frozen base that is streamed."""
 
-    lr: float = Field(1e-4, ge=0, le=100)
+    lr: float = Field(starting_rate("adapter").lr, ge=0, le=100)
     """Learning rate; a `scheduler` scales it."""
 
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)
@@ -271,7 +278,7 @@ _RETIRED_LSP_KEYS = {
 class LSPParams(OptimizerParams):
     """LSP: Adam in the subspace of learned sparse projectors."""
 
-    lr: float = Field(1e-4, ge=0, le=100)
+    lr: float = Field(starting_rate("lsp").lr, ge=0, le=100)
     """Learning rate; a `scheduler` scales it. Start from AdamW's: the updates of a matrix are as large as AdamW's."""
 
     betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)

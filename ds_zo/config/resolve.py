@@ -99,7 +99,7 @@ def resolve(
     return replace(
         config,
         ignored=tuple([f"optimizer.params.{key}" for key in foreign] + ignored_keys(ds_config, config)),
-        warnings=tuple(warnings_for(ds_config, config, foreign_params=foreign)),
+        warnings=tuple(warnings_for(ds_config, config)),
     )
 
 

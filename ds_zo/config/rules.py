@@ -10,6 +10,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from ds_zo.config.errors import ConfigError, is_near, keys_of, shown, suggestion
+from ds_zo.config.learning_rates import rate_warning
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.section import NEED_STREAMING, CheckpointConfig, DsZoConfig, StreamConfig
 from ds_zo.config.stock import DTYPE_NAMES, is_on, known_keys, lookup
@@ -41,9 +42,6 @@ _PLACES = {
 """The section of each key that has no effect at the top level."""
 _ABSOLUTE_SCHEDULERS = ("WarmupLR", "WarmupDecayLR")
 _MOMENTUM_SCHEDULERS = ("OneCycleLR", "CyclicLR")
-LARGEST_ZO_LR = 5e-4
-"""Learning rate of ZO for the embedded model of a million parameters. No larger one is known to train a language model
-by ZO."""
 
 
 def check_top_level(ds_config: dict[str, Any]) -> None:
@@ -96,18 +94,10 @@ def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
     return ignored
 
 
-def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params: list[str]) -> list[str]:
+def warnings_for(ds_config: dict[str, Any], config: Resolved) -> list[str]:
     """Sentences about legal settings that probably do not do what their author expects."""
     found = []
     optimizer = config.optimizer
-    usual_lr = type(optimizer).model_fields["lr"].default
-    if config.entry.zeroth_order and config.params_at == "optimizer.params" and optimizer.lr > LARGEST_ZO_LR:
-        found.append(large_zo_lr(optimizer.lr, at="optimizer.params.lr"))
-    elif foreign_params and optimizer.lr != usual_lr and not config.entry.adamw_rates:
-        found.append(
-            f"a learning rate chosen for AdamW does not transfer to {config.backend}: optimizer.params.lr is "
-            f"{optimizer.lr:g}, about {usual_lr:g} is usual"
-        )
     if config.params_at == "optimizer.params":
         found += scheduler_warning(ds_config, optimizer.lr, at="optimizer.params.lr")
     shards_host = config.stream and config.entry.shards_host
@@ -119,17 +109,15 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved, *, foreign_params:
     return found + optimizer.warnings_of_config(config)
 
 
-def largest_zo_lr(num_trainable: int) -> float:
-    """Ten times the advised learning rate for a model of this size. Larger ones are warned of."""
-    return min(LARGEST_ZO_LR, max(1e-5, 1e4 / max(1, num_trainable)))
-
-
-def large_zo_lr(lr: float, *, at: str) -> str:
-    """The warning of a large learning rate. A gradient estimate along one random direction is longer than the
-    gradient, by more the more parameters there are."""
-    return (
-        f"ZO needs a learning rate 100 to 1,000 times smaller than AdamW's, got {lr:g}: use 1e-7 to 1e-6 for billions "
-        f"of parameters, and at most 1e-5 for some hundred million; larger ones diverge ({at})"
+def far_rate(config: Resolved, lr: float, *, at: str, num_trained: int | None = None) -> str | None:
+    """The warning of a learning rate that is far from the usual ones of the backend."""
+    return rate_warning(
+        config.backend,
+        lr,
+        at=at,
+        is_clipped=config.gradient_clipping > 0,
+        adamw_rates=config.entry.adamw_rates,
+        num_trained=num_trained,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ds_zo.config.learning_rates import starting_rate
 from ds_zo.config.optimizers import LOMOParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import recomputed
@@ -28,10 +29,9 @@ def _factored_moments_nbytes(model: Model) -> int:
 
 @dataclass(frozen=True)
 class _Rule:
-    """An update rule: its name, learning rate and memory."""
+    """An update rule: its name and memory."""
 
     optimizer_type: str
-    lr: float
     state_nbytes: Callable[[Model], int] = lambda model: 0
     reduces_blocks: bool = False
     """Gradients of whole blocks are reduced together, not those of one matrix."""
@@ -41,8 +41,8 @@ class _Rule:
         return self.optimizer_type.lower()
 
 
-_LOMO = _Rule("LOMO", 1e-2)
-_ADALOMO = _Rule("AdaLOMO", 5e-4, state_nbytes=_factored_moments_nbytes, reduces_blocks=True)
+_LOMO = _Rule("LOMO")
+_ADALOMO = _Rule("AdaLOMO", state_nbytes=_factored_moments_nbytes, reduces_blocks=True)
 
 
 def estimate_lomo(
@@ -159,7 +159,8 @@ def _num_parameters(model: Model) -> int:
 def _config(model: Model, rule: _Rule, params: LOMOParams | None) -> dict[str, Any]:
     config = base_config(batch=model.batch, dtype=model.dtype, gradient_clipping=0.0)
     written = {} if params is None else params.model_dump(exclude_unset=True)
+    lr = starting_rate(rule.contender, num_parameters=model.numel, is_clipped=False).lr
     return config | {
-        "optimizer": {"type": rule.optimizer_type, "params": {"lr": rule.lr, **written}},
+        "optimizer": {"type": rule.optimizer_type, "params": {"lr": lr, **written}},
         "zero_optimization": {"stage": 0},
     }

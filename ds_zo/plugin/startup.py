@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.config import Resolved
-from ds_zo.config.rules import LARGEST_ZO_LR, large_zo_lr, largest_zo_lr
+from ds_zo.config.rules import far_rate
 from ds_zo.logs import show, show_details, warn
 from ds_zo.streaming.blocks import find_blocks
 
@@ -76,7 +76,7 @@ def log_start(engine: Any, model: ModelFacts) -> None:
 
 
 def _warn(engine: Any, num_trained: int) -> None:
-    """Warns of settings that have no effect, and of a learning rate that is too large."""
+    """Warns of settings that have no effect, and of a learning rate far from the usual ones."""
     config: Resolved = engine.resolved
     if config.ignored:
         warn(f"backend {config.backend} ignores {', '.join(config.ignored)}")
@@ -89,11 +89,12 @@ def _warn(engine: Any, num_trained: int) -> None:
             "offload_param has no effect: the model has no list of like modules and stays on the device; name its "
             "blocks in ds_zo.stream.blocks, or remove offload_param"
         )
-    is_in_warnings = config.params_at == "optimizer.params" and config.optimizer.lr > LARGEST_ZO_LR
-    peak_lr = _peak_lr(engine)
-    if config.entry.zeroth_order and peak_lr > largest_zo_lr(num_trained) and not is_in_warnings:
-        given = "optimizer.params.lr" if config.params_at == "optimizer.params" else "the script's own optimizer"
-        warn(large_zo_lr(peak_lr, at=given if engine.lr_scheduler is None else f"{given} and its scheduler"))
+    given = "optimizer.params.lr" if config.params_at == "optimizer.params" else "the script's own optimizer"
+    at = given if engine.lr_scheduler is None else f"{given} and its scheduler"
+    is_known = not config.entry.stock_types or any("Adam" in kind.__name__ for kind in type(engine.optimizer).__mro__)
+    rate = far_rate(config, _peak_lr(engine), at=at, num_trained=num_trained) if is_known else None
+    if rate is not None:
+        warn(rate)
     for warning in config.warnings:
         warn(warning)
 

@@ -18,7 +18,7 @@ from benchmarks import recipes
 from ds_zo.config import BACKENDS, ConfigError, backend_of
 from ds_zo.config.convert import Conversion, check, convert
 from ds_zo.config.draft import ABSENT
-from ds_zo.config.starting_rates import STARTING_RATES, starting_rate
+from ds_zo.config.learning_rates import STARTING_RATES, starting_rate
 from ds_zo.config.stock import read_stock
 from ds_zo.training.arguments import parse_args
 from ds_zo.training.json_config import read_config
