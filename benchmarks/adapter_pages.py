@@ -136,7 +136,8 @@ def nf4_training() -> str:
         sweep("nf4", f"{pairs} --lrs 2e-4 --steps 60 --seeds 0 -- --eval-batch-size 32"),
         sweep("nf4", "--methods zo-lora,zo-lora-nf4 --tasks sst2 --lrs 3e-4"),
     )
-    return "\n\n".join([conditions, table(heads, body), f"{made} The second command is Qwen's."])
+    made = made.replace("\n\n</details>", " The second command is Qwen's.\n\n</details>")
+    return "\n\n".join([conditions, table(heads, body), made])
 
 
 def _by_seed(rows: Sequence[Row], task: str) -> dict[int, Row]:

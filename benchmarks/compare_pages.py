@@ -96,7 +96,7 @@ def zero2_start() -> str:
     commands = [compare_command([row], f"runs/{model}") for row, model in zip(rows, models, strict=True)]
     return (
         f"ZeRO-Offload (stage 2) of {' and '.join(models)} runs out of memory while it starts within 24 GB. DeepSpeed "
-        f"copies its flat weights once more on the GPU at the start. {source(rows, *commands)}"
+        f"copies its flat weights once more on the GPU at the start.\n\n{source(rows, *commands)}"
     )
 
 

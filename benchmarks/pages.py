@@ -5,37 +5,33 @@
 
 A page marks the place of a block by two comments on lines of their own, `<!-- rows: NAME -->` and `<!-- /rows -->`.
 NAME is a key of BLOCKS. The text between the comments is replaced, by nothing while a block has no rows. A page has no
-measured figure outside such blocks, so new rows need no edit by hand. The block `which-method` is a copy of the
-README's advice and table.
+measured figure outside such blocks, so new rows need no edit by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import re
-import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
 from benchmarks.accuracy import at_chosen_rates, by_seed
 from benchmarks.accuracy import table as accuracy_table
 from benchmarks.adapter_pages import ADAPTER_BLOCKS
-from benchmarks.adapter_pages import SPEED as ADAPTER
 from benchmarks.compare_pages import COMPARE_BLOCKS
 from benchmarks.grid_pages import GRID_BLOCKS
 from benchmarks.grids import read_grid
 from benchmarks.host_pages import HOST_BLOCKS
 from benchmarks.paper_pages import PAPER_BLOCKS, lomo_lora
 from benchmarks.qwen_pages import QWEN_BLOCKS
-from benchmarks.recipes import OWN_ROWS
 from benchmarks.sources import STEPS, gb, ms, ratio, read_rows, source, speed, suite, sweep
 from benchmarks.sweep import rows_of
 from benchmarks.zo_study_pages import ZO_STUDY_BLOCKS
-from ds_zo.bench.report import speed_range
 from ds_zo.records.prose import wrapped
 from ds_zo.records.rows import Row, table
 
@@ -119,7 +115,7 @@ def zo_directions() -> str:
         f"{ms(one)} ms with one direction and {ms(two)} ms with two, which is {more}. {STEPS}"
     )
     command = suite("zo_speed", "preset targets", only=r"^6\.7b\.(streamed|directions2)$")
-    return f"{said} {source([one, two], command)}"
+    return f"{said}\n\n{source([one, two], command)}"
 
 
 def equal_noise() -> str:
@@ -142,7 +138,7 @@ def equal_noise() -> str:
     return (
         f"With the same z, in float32, the losses of ZO and of in-memory MeZO differ by at most {_bound(farthest)} of "
         f"their value, and their test scores are {'the same' if scores else 'not the same'} ({SMOLLM}, {tasks}, "
-        f"{first['steps']} steps of {first['batch_size']} texts, {num_losses} losses compared). "
+        f"{first['steps']} steps of {first['batch_size']} texts, {num_losses} losses compared).\n\n"
         f"{source(rows_in(EQUAL_Z), sweep('equal-z', '--jobs 4'))}"
     )
 
@@ -445,24 +441,37 @@ def _accuracy_rows() -> list[Row]:
     return [{**row, "file": ACCURACY} for row in rows_of([REPO / RESULTS / ACCURACY])]
 
 
-def _quality(names: Mapping[str, str]) -> str:
-    """The lines of the accuracy table for some methods. `names`: by method, its name on a page."""
+def _quality(names: Mapping[str, str], *, lsp: Mapping[str, str] | None = None) -> str:
+    """The lines of the accuracy table for some methods. `names`: by method, its name on a page. `lsp`: the same of
+    LSP's settings at AdamW's rate."""
     lines = [line for line in _accuracy_lines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     heads, body = cells[0], {row[0]: row for row in cells[2:]}
     # The grid marks a rate by "?" where rates were added to it after the rows were made.
     shown = [[title, body[method][1].rstrip("?"), *body[method][2:]] for method, title in names.items()]
-    tasks = [TASKS[head.split()[0]] + (", perplexity" if "perplexity" in head else "") for head in heads[3:]]
+    keys = [head.split()[0] for head in heads[3:]]
+    tasks = [TASKS[key] + (", perplexity" if key == "alpaca" else "") for key in keys]
+    ours = {method: _lsp_rows(method, SMOLLM) for method in lsp or {}}
+    for method, found in ours.items():
+        cells = [[row["after"] for row in found if row["task"] == key] for key in keys]
+        shown.append([(lsp or {})[method], "0.0001", "120", *map(_mean_and_deviation, cells)])
     conditions = (
         f"{SMOLLM} on one H200: percent right on test, for Alpaca perplexity. A step has 16 texts, with ZO and MeZO "
         "8. Methods with gradients clip them at 1.0, except AdaLOMO. Models are in float32 with TF32; ZO in bf16 or "
         "fp8 computes in bf16. Mean and standard deviation, with the number of seeds in brackets; one seed where there "
-        "is none. Of the rates tried for a method, the best on dev of SST-2 and RTE is shown:"
+        "is none. Of the rates tried for a method, the best on dev of SST-2 and RTE is shown. LSP has AdamW's rate:"
     )
     used = [row for row in _accuracy_rows() if row["method"] in names and row["status"] == "ok"]
     assert {(row["batch_size"], row["method"].startswith(("zo", "mezo"))) for row in used} <= {(16, False), (8, True)}
-    made = source(used, ACCURACY_SWEEP)
+    made = source([*used, *itertools.chain(*ours.values())], ACCURACY_SWEEP, *([LSP_SWEEP] if ours else []))
     return "\n\n".join([conditions, table(["", "learning rate", "steps", *tasks], shown), made])
+
+
+def _mean_and_deviation(values: Sequence[float]) -> str:
+    """As the accuracy table writes scores. Above 1 a score is a perplexity, else a share."""
+    digits, scale = (2, 1) if values[0] > 1 else (1, 100)
+    mean, deviation = (scale * of(values) for of in (statistics.mean, statistics.stdev))
+    return f"{mean:.{digits}f} ± {deviation:.{digits}f} ({len(values)})"
 
 
 @cache
@@ -483,13 +492,14 @@ def all_quality() -> str:
             "lora": "LoRA",
             "lomo": "LOMO",
             "adalomo": "AdaLOMO",
-            "lsp-512": "LSP, d = 512, fitted to one batch",
             "mezo": "MeZO",
             "zo": "ZO",
             "zo-bf16": "ZO, bf16",
             "zo-fp8": "ZO, blocks in fp8",
+            "zo-bf16-wire": "ZO, bf16, `master: wire`",
             "zo-fp8-wire": "ZO, fp8, `master: wire`",
-        }
+        },
+        lsp={"lsp-512-dense": "LSP, d = 512", "lsp-512-dense-random": "LSP, d = 512, random projectors"},
     )
 
 
@@ -527,157 +537,6 @@ def checkpoints() -> str:
     return "\n\n".join([conditions, table(heads, body), source(used, command)])
 
 
-# Records
-
-
-def records() -> str:
-    return "\n".join(record.line() for record in all_records())
-
-
-class Record:
-    """One line of the page of records: the best row of a file, what it holds, and its command."""
-
-    def __init__(
-        self, title: str, file: str, row: Row, *, model: str, command: str, figures: Row | None = None
-    ) -> None:
-        self.title, self.file, self.row, self.model, self.command = title, file, row, model, command
-        self.figures = figures or row
-        """The object with the speed and the memory: the row itself, or a part of it."""
-
-    def line(self) -> str:
-        found, row = self.figures, self.row
-        memory = f"{gb(found['peak_gb'])} GB of GPU memory, {gb(found['host_peak_gb'])} GB of host memory"
-        link = f"[{self.file}](../{RESULTS}/{self.file}), run {row['run_id']}, commit {row['commit']}"
-        steps = speed_range(found if "seconds" in found else row)
-        speed = f"{found['tokens_per_s']:,.0f} tokens/s ({steps} steps)"
-        return f"- **{self.title}**: {self.model} tokens, {speed}, {memory}. {link}: `{self.command}`"
-
-
-def all_records() -> Iterator[Record]:
-    whole = [
-        row
-        for row in rows_in(ZO)
-        if row["status"] == "ok" and row.get("method") == "zo" and row.get("layers") == row.get("full_layers")
-    ]
-    yield _largest_by_zo([row for row in whole if row.get("cap_gb") == 24])
-    by_lomo = max(_lomo_within_24(), key=lambda row: row["parameters"])
-    title = "Largest model with gradients (LOMO), all weights, within 24 GB"
-    yield Record(title, LOMO, by_lomo, model=f"{_shape(by_lomo)}, 4 x 1,024", command=_suite("lomo", by_lomo))
-    ours = [row for row in rows_in(LOMO) if row["status"] == "ok" and row.get("method") == "lomo"]
-    resident = [row for row in ours if row.get("tokens_per_s") and row.get("cap_gb") is None]
-    most = max(resident, key=lambda row: (row["parameters"], row["tokens_per_s"]))
-    title = "Largest model by LOMO, all weights, on the whole H200"
-    yield Record(title, LOMO, most, model=f"{_shape(most)}, 1 x 1,024", command=_suite("lomo", most))
-    small = [row for row in whole if row["shape"] == "opt-6.7b" and row["batch"] == 1 and row["dtype"] == "bf16"]
-    least = min(small, key=_least_memory)
-    wire = least["stream"]["wire_dtype"]
-    title = "Least GPU memory for a 7B model by ZO, all weights"
-    yield Record(title, ZO, least, model=f"{_shape(least)}, {wire}, 1 x 2,048", command=_zo(least))
-    streamed = [row for row in ours if row["shape"].endswith("7b") and row.get("tokens_per_s") and row.get("cap_gb")]
-    least = min(streamed, key=_least_memory)
-    title = "Least GPU memory for a 7B model with gradients (LOMO), all weights"
-    yield Record(title, LOMO, least, model=f"{_shape(least)}, 4 x 1,024", command=_suite("lomo", least))
-    by_lsp = [row for row in rows_in(LSP) if row["status"] == "ok" and row.get("shape", "").endswith("7b")]
-    least = min(by_lsp, key=_least_memory)
-    title = "Least GPU memory for a 7B model with Adam (LSP), all weights"
-    yield Record(title, LSP, least, model=f"{_shape(least)}, 4 x 1,024", command=_suite("lsp", least))
-    compiled = [row for row in ours if row["case"].startswith("speed/") and row["shape"].endswith("7b")]
-    fastest = max(compiled, key=lambda row: row["tokens_per_s"])
-    title = "Fastest step of a 7B model with gradients (LOMO)"
-    yield Record(title, LOMO, fastest, model=f"{_shape(fastest)}, 4 x 1,024", command=_suite("lomo", fastest))
-    fastest = max(small, key=lambda row: row["tokens_per_s"])
-    title = "Fastest step of a 7B model by ZO"
-    yield Record(title, ZO, fastest, model=f"{_shape(fastest)}, 1 x 2,048", command=_zo(fastest))
-    compare = "compare/llama-7b/24gb/rows.jsonl"
-    for case, method in {"zo": "ZO", "lomo": "LOMO", "lsp": "LSP"}.items():
-        row = next(row for row in rows_in(compare) if row["case"] == case)
-        yield _compared(f"{method} within 24 GB", compare, row, folder="llama-7b", model="LLaMA-7B, 4 x 1,024")
-    after = [row for row in rows_in("h200_zo_low_planes.jsonl") if row["status"] == "ok"]
-    row = max(after, key=lambda row: row["tokens_per_s_mean"])
-    yield _compared("ZO within 24 GB", "h200_zo_low_planes.jsonl", row, folder="opt-13b", model="OPT-13B, 1 x 2,048")
-    adapters = [row for row in rows_in(ADAPTER) if (row["status"], row["method"]) == ("ok", "adapter")]
-    capped = [row for row in adapters if row.get("cap_gb")]
-    title = "Largest model with gradients (AdamW), adapters only"
-    yield _adapters(title, max(capped, key=_largest_in_least_memory))
-    title = "Least GPU memory for a 70B model with gradients (AdamW), adapters only"
-    yield _adapters(title, min((row for row in capped if row["shape"] == "llama-70b"), key=_least_memory))
-
-
-def _largest_in_least_memory(row: Row) -> tuple[float, float]:
-    """Orders rows by the size of their model. Of one model, the row with the least GPU memory comes last."""
-    return float(row["shape"].rpartition("-")[2].removesuffix("b")), -row["peak_gb"]
-
-
-def _adapters(title: str, row: Row) -> Record:
-    form = row["stream"]["frozen_dtype"].upper()
-    model = f"{_shape(row)}, LoRA of rank {row['rank']} over {form}, {row['batch']} x {row['length']:,}"
-    only = shlex.quote(f"^{row['case']}$")
-    command = f"python -m benchmarks.adapter_speed --only {only} --out rows.jsonl"
-    return Record(f"{title}, within {row['cap_gb']:g} GB", ADAPTER, row, model=model, command=command)
-
-
-def _largest_by_zo(capped: Sequence[Row]) -> Record:
-    """The largest model among ZO's own rows and those of recipes for cards of 24 GB; of one model, the most bits."""
-    title = "Largest model by ZO, all weights, within 24 GB"
-    largest = max(capped, key=lambda row: row["parameters"])
-    recipes = [row for row in _recipe_rows() if row["status"] == "ok" and row["contender"] == "zo"]
-    larger = [
-        row
-        for row in recipes
-        if row["params"]["spec"]["device_memory_gb"] == 24 and row["parameters"] > largest["parameters"]
-    ]
-    if not larger:
-        name = f"{_shape(largest)}, {largest['stream']['wire_dtype']}, 1 x 2,048"
-        return Record(title, ZO, largest, model=name, command=_zo(largest), figures=largest["filled"])
-    found = max(larger, key=lambda row: (row["parameters"], _wire_of(row) != "fp8"))
-    spec = found["params"]["spec"]
-    shape = _shape({"shape": spec["model"].removeprefix("random:")})
-    name = f"{shape}, {_wire_of(found)}, {spec['batch']} x {spec['length']:,}"
-    command = f"python -m benchmarks.recipe_speed --only '^{found['case']}$' --out rows.jsonl"
-    return Record(title, OWN_ROWS, found, model=name, command=command)
-
-
-def _recipe_rows() -> list[Row]:
-    return rows_in(OWN_ROWS) if (REPO / RESULTS / OWN_ROWS).exists() else []
-
-
-def _wire_of(row: Row) -> str:
-    """The format of streamed blocks in a recipe's row."""
-    return str(row["params"]["config"]["ds_zo"]["stream"].get("wire_dtype", "bf16"))
-
-
-def _least_memory(row: Row) -> tuple[float, float]:
-    """Orders rows by memory. Of rows that differ by less than 10 MB the fastest comes first."""
-    return round(row["peak_gb"], 2), -row["tokens_per_s"]
-
-
-def _compared(title: str, file: str, row: Row, *, folder: str, model: str) -> Record:
-    command = (
-        f"python launch/compare.py --preset results --only {folder} --contenders {row['case']} --device-memory-gb 24 "
-        "--out runs/record"
-    )
-    figures = {"tokens_per_s": row["tokens_per_s_mean"], **{key: row[key] for key in ("peak_gb", "host_peak_gb")}}
-    return Record(title, file, row, model=model, command=command, figures=figures)
-
-
-def _zo(row: Row) -> str:
-    return f"python -m benchmarks.zo_speed preset all --only {shlex.quote('^' + row['case'] + '$')} --out rows.jsonl"
-
-
-def _suite(name: str, row: Row) -> str:
-    preset = row["case"].partition("/")[0]
-    only = shlex.quote(f"^{row['case']}$")
-    return f"python -m benchmarks.{name}_speed run --preset {preset} --only {only} --out rows.jsonl"
-
-
-def which_method() -> str:
-    """The README's advice and table of this name, with links from docs/."""
-    section = (REPO / "README.md").read_text(encoding="utf-8").split("\n## Which method for me\n")[1]
-    advice, *others = section.split("\n## ")[0].strip().split("\n\n")
-    [table_of_readme] = (part for part in others if part.startswith("|"))
-    return f"{advice}\n\n{table_of_readme}".replace("](docs/", "](").replace("](ds_configs/", "](../ds_configs/")
-
-
 BLOCKS: dict[str, Callable[[], str]] = {
     "zo-speed": zo_speed,
     "zo-directions": zo_directions,
@@ -695,7 +554,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "lsp-random": lsp_random,
     "quality": all_quality,
     "checkpoints": checkpoints,
-    "records": records,
     "paper-lomo-lora": lomo_beside_lora,
     **COMPARE_BLOCKS,
     **GRID_BLOCKS,
@@ -704,7 +562,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     **ZO_STUDY_BLOCKS,
     **ADAPTER_BLOCKS,
     **HOST_BLOCKS,
-    "which-method": which_method,
 }
 """By the name in a page's marker: the function that makes the block's Markdown."""
 
@@ -723,9 +580,8 @@ def filled(text: str) -> str:
 
 
 def marked_pages() -> list[Path]:
-    """The pages of docs/ and the README, as far as they have blocks. The README's may have no links."""
-    found = (*sorted(DOCS.glob("*.md")), REPO / "README.md")
-    return [page for page in found if MARKED.search(page.read_text(encoding="utf-8"))]
+    """The pages of docs/ that have blocks."""
+    return [page for page in sorted(DOCS.glob("*.md")) if MARKED.search(page.read_text(encoding="utf-8"))]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The blocks of pages from rows of Qwen2.5-Coder-1.5B: scores, HumanEval, and the rates chosen for two models.
+"""The blocks of pages from rows of Qwen2.5-Coder-1.5B: scores, and HumanEval.
 
 A block is empty while its rows are missing.
 """
@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.accuracy import at_chosen_rates, best_rates, by_seed
+from benchmarks.accuracy import at_chosen_rates, by_seed
 from benchmarks.grids import read_grid
 from benchmarks.sources import source, sweep
 from benchmarks.sweep import read_rows
@@ -19,7 +19,7 @@ from ds_zo.tasks.humaneval import HumanEval, HumanEvalChat, wilson
 from ds_zo.tasks.score import LOWER_IS_BETTER
 
 RESULTS = Path(__file__).parent / "results"
-ACCURACY, QWEN, CODE = "h200_accuracy.jsonl", "h200_qwen.jsonl", "h200_qwen_code.jsonl"
+QWEN, CODE = "h200_qwen.jsonl", "h200_qwen_code.jsonl"
 NAMES = {
     "zero-shot": "no training",
     "adamw": "AdamW",
@@ -102,21 +102,6 @@ def qwen_code() -> str:
     return "\n\n".join([conditions, table(heads, body), source(mine, sweep("qwen-code", f"--rates-from {QWEN}"))])
 
 
-def chosen_rates() -> str:
-    """The rate that dev chose for each method, for each model that has rows."""
-    rows = good_rows(ACCURACY), good_rows(QWEN)
-    small, large = map(best_rates, rows)
-    del small["lsp"]  # of another d, fitted to one batch
-    methods = [name for name in NAMES if name in small | large and name not in ("zero-shot", "mezo")]
-    models = {"SmolLM2-135M": small, **({"Qwen2.5-Coder-1.5B": large} if large else {})}
-    body = [
-        [NAMES[name], *(_rate(rates[name]) if name in rates else "" for rates in models.values())] for name in methods
-    ]
-    said = "The rate with the best score on dev among those tried, on SST-2 and RTE with one seed:"
-    commands = [sweep(grid, "--choose-rates") for grid in ("accuracy", "qwen")[: len(models)]]
-    return "\n\n".join([said, table(["", *models], body), source([*rows[0], *rows[1]], *commands)])
-
-
 def _rate(lr: float) -> str:
     """1e-4, 1.5e-4: as the pages write rates."""
     return f"{lr:.1e}".replace(".0e", "e").replace("e-0", "e-")
@@ -141,5 +126,4 @@ def _seconds_to_best(row: Row) -> float | None:
 QWEN_BLOCKS: dict[str, Callable[[], str]] = {
     "qwen-quality": qwen_quality,
     "qwen-code": qwen_code,
-    "chosen-rates": chosen_rates,
 }

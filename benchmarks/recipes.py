@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import best_rates
-from benchmarks.accuracy import table as accuracy_table
 from ds_zo.config import backend_of
 from ds_zo.planner import Estimate, Plan, plan
 from ds_zo.records.prose import WIDTH
@@ -403,10 +402,6 @@ LARGE_MODEL_RATES = (
     ("LoRA by AdamW", "70B", "adapter_70b_16gb", "[QLoRA's settings for LLaMA-65B](https://arxiv.org/abs/2305.14314)"),
 )
 """Method, model, the JSON in ds_configs/ with its learning rate for such a model, and where that rate comes from."""
-QUALITY_METHODS = ("zero-shot", "adamw", "lora", "adalomo", "lomo", "zo", "zo-bf16-wire", "zo-fp8-wire")
-"""Methods of h200_accuracy.jsonl in the table of scores."""
-LEARNED_METHODS = ("lsp-512-dense-random", "lsp-512-dense")
-"""Methods of h200_lsp_learned.jsonl in the table of scores."""
 
 
 def _figures(gpu_gb: float, host_gb: float, tokens_per_s: float) -> list[str]:
@@ -523,19 +518,10 @@ def rates() -> str:
     return table(["method", "model", "learning rate", "where it comes from"], cells)
 
 
-def quality() -> str:
-    """Test scores of a small model by method, at the chosen learning rates."""
-    rows = [row for row in _rows("h200_accuracy.jsonl") if row["method"] in QUALITY_METHODS]
-    rows += [row for row in _rows("h200_lsp_learned.jsonl") if row["method"] in LEARNED_METHODS]
-    head, rule, *lines = accuracy_table(rows).splitlines()
-    by_method = {line.split("|")[1].strip(): line for line in lines}
-    return "\n".join([head, rule, *(by_method[method] for method in (*QUALITY_METHODS, *LEARNED_METHODS))])
-
-
 @lru_cache(maxsize=1)
 def blocks() -> dict[str, str]:
     """The text of every block of the page, by the block's name."""
-    whole: dict[str, Callable[[], str]] = {"overview": overview, "rates": rates, "quality": quality}
+    whole: dict[str, Callable[[], str]] = {"overview": overview, "rates": rates}
     return {
         **{name: make() for name, make in whole.items()},
         **{recipe.file: recipe_block(recipe) for recipe in RECIPES},

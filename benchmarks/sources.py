@@ -14,8 +14,8 @@ from ds_zo.bench.report import speed_range
 from ds_zo.records.rows import Row, read_objects
 
 RESULTS = Path(__file__).parent / "results"
-STEPS = "Brackets after a time or a speed: the range of single steps, and how many were timed."
-RATIOS = "Brackets after a ratio hold the range over the timed steps of both sides."
+STEPS = "Brackets: range of single steps, and their number."
+RATIOS = "Brackets: worst and best case of the ratio."
 
 
 def read_rows(file: str, *, folder: Path = RESULTS) -> list[Row]:
@@ -25,8 +25,8 @@ def read_rows(file: str, *, folder: Path = RESULTS) -> list[Row]:
 
 
 def source(used: Sequence[Row], *commands: str) -> str:
-    """The sentences after a block: links to the files of its rows, the runs in them, the commands that make such rows.
-    Rows of training runs belong to no run; their commits are named."""
+    """What is folded away under a block: links to the files of its rows, the runs in them, the commands that make such
+    rows. Rows of training runs belong to no run; their commits are named."""
     files = list(dict.fromkeys(row["file"] for row in used))
     links = ", ".join(f"[{file}](../benchmarks/results/{file})" for file in files) or "none"
     runs = sorted({str(row["run_id"]) for row in used if row.get("run_id")})
@@ -36,7 +36,8 @@ def source(used: Sequence[Row], *commands: str) -> str:
         for word, found in (("run", runs), ("commit", commits))
         if found
     )
-    return f"Rows: {links}{named}. Made by {' and '.join(f'`{command}`' for command in commands)}."
+    made = f"Rows: {links}{named}. Made by {' and '.join(f'`{command}`' for command in commands)}."
+    return f'<details markdown="1">\n<summary>Rows and command</summary>\n\n{made}\n\n</details>'
 
 
 def suite(name: str, arguments: str, *, only: str | None = None) -> str:

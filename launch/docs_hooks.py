@@ -2,7 +2,7 @@
 
 A link is written as on disk (`../benchmarks/results/h200_lomo.jsonl`), so it works in the repository's own view too. In
 the site the file is at `repository/PATH`. Markdown files become pages, whose links are followed in turn. A folder
-becomes the page of its README.md, or a list of its files.
+becomes the page of its README.md, or a list of its files. An address of a page that is part of another one leads there.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ DOCS = "docs"
 PLACE = "repository"
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 KEYS = re.compile(r"<!-- keys of (\S+) -->")
+MOVED = {
+    "planning": "choose.html#what-fits-on-my-card-and-how-fast",
+    "records": "benchmarks.html",
+}
+"""By the name of a page that the site had: where its text is."""
 FENCE = re.compile(r"^(```.*?^```)$", flags=re.DOTALL | re.MULTILINE)
 
 
@@ -106,3 +111,12 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     parts = FENCE.split(markdown)
     parts[::2] = [KEYS.sub(keys, LINK.sub(moved, part)) for part in parts[::2]]
     return "".join(parts)
+
+
+def on_post_build(*, config: Any) -> None:
+    """Leaves a page at each old address that sends its reader on."""
+    for old, new in MOVED.items():
+        page = (
+            f'<!doctype html><meta http-equiv="refresh" content="0; url={new}"><a href="{new}">This page has moved.</a>'
+        )
+        (Path(config["site_dir"]) / f"{old}.html").write_text(page, encoding="utf-8")

@@ -31,7 +31,7 @@ NAMES = ["adamw", "zero3-offload-param", "zo", "lsp"]
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory, warm_interpreter: WarmInterpreter) -> Path:
     out = tmp_path_factory.mktemp("compare")
-    page = (REPO / "docs" / "planning.md").read_text(encoding="utf-8").splitlines()
+    page = (REPO / "docs" / "choose.md").read_text(encoding="utf-8").splitlines()
     shown = next(line for line in page if line.startswith("python launch/compare.py "))
     command = [warm_interpreter.python(), *shlex.split(shown)[1:], "--layers", "1", "--warmup", "2", "--dtype", "fp32"]
     command += ["--device", "cpu", "--lr", "zo=0.5e-5", "--min-free-host-gib", "0.1", "--out", str(out)]

@@ -38,7 +38,7 @@ def test_speed_has_a_line_for_each_row_by_run(results: Path) -> None:
     lines = [line for line in found.splitlines() if line.startswith("| OPT")]
     assert lines[0] == "| OPT-175B, ZO, NF4, within 24 GB | 1 x 2,048 | 812 | 22.5 (22.4) | 99.0 (99.3) | 95% | 1 |"
     assert found.count("\n| ") == 4, "a head, a rule, and two rows with numbers"
-    assert found.endswith(", runs r, s. Made by `python -m benchmarks.adapter_speed --out rows.jsonl`.")
+    assert ", runs r, s. Made by `python -m benchmarks.adapter_speed --out rows.jsonl`.\n\n</details>" in found
 
 
 def test_every_case_has_a_name_and_makes_the_same_case_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,3 +54,15 @@ def test_the_page_of_keys_has_every_table() -> None:
     rows = [line for line in key_tables().splitlines() if line.startswith("| `")]
     assert len(rows) > 50 and all(row in page.splitlines() for row in rows)
     assert "\n## `ds_zo.stream`\n" in page and "\n### " not in page
+
+
+def test_an_old_address_leads_to_a_heading_of_a_page(tmp_path: Path) -> None:
+    hooks.on_post_build(config={"site_dir": str(tmp_path)})
+    assert {path.stem for path in tmp_path.iterdir()} == set(hooks.MOVED)
+    for old, new in hooks.MOVED.items():
+        page, _, anchor = new.partition("#")
+        text = (REPO / "docs" / page.replace(".html", ".md")).read_text(encoding="utf-8")
+        heads = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+        assert not (REPO / "docs" / f"{old}.md").exists()
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}, new
+        assert f"url={new}" in (tmp_path / f"{old}.html").read_text(encoding="utf-8")
