@@ -18,7 +18,7 @@ WORKDIR /opt/ds_zo
 COPY constraints.txt ./
 RUN pip install --no-cache-dir --constraint constraints.txt torch ninja
 
-COPY pyproject.toml setup.py ds_zo_autoload.py README.md LICENSE ./
+COPY pyproject.toml ds_zo_autoload.py README.md LICENSE ./
 COPY ds_zo ds_zo
 RUN pip install --no-cache-dir --constraint constraints.txt ".[gpu,peft]"
 COPY ds_configs ds_configs

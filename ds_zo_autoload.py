@@ -1,8 +1,8 @@
 """Imports ds_zo right after DeepSpeed, in every Python process that starts with `DS_ZO_AUTOLOAD=1` in its environment.
 
-pip installs `ds_zo_autoload.pth`, which setup.py writes, beside this module. Python executes that file when it starts,
-and the file calls `install` if the variable is set. A process that never imports DeepSpeed imports only this module, so
-this module imports nothing but `sys`. It is outside the package ds_zo, because importing that package imports torch.
+`install` is called when Python starts: by the `sitecustomize` of `ds-zo run`, or by the file of `ds-zo autoload on`. A
+process that never imports DeepSpeed imports this module too, so it imports nothing but `sys`. It is outside the package
+ds_zo, because importing that package imports torch.
 """
 
 from __future__ import annotations

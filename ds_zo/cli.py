@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from ds_zo import __version__
 from ds_zo.checkpoint import CheckpointError
-from ds_zo.commands import bench, config, convert, export, plan, replay, report, run, train
+from ds_zo.commands import autoload, bench, config, convert, export, plan, replay, report, run, train
 
-COMMANDS = (train, run, convert, plan, report, config, export, replay, bench)
+COMMANDS = (train, run, autoload, convert, plan, report, config, export, replay, bench)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,9 @@
 
 The environments borrow torch, DeepSpeed and the other libraries of the Python that executes this script. It checks:
 
-- a wheel, a wheel made from the sdist, an editable installation, and that `pip uninstall` leaves none of their files;
+- a wheel, a wheel made from the sdist, an editable installation: no Python executes their files unasked, and `pip
+  uninstall` leaves none of them;
+- `ds-zo autoload on` and `off`;
 - `ds-zo run` with the launchers of DeepSpeed, torch and Accelerate;
 - DeepSpeed's multi-host launcher, also under Accelerate. A script in place of `pdsh` starts both hosts on this machine,
   and passes no variable on but those that DeepSpeed sends and those that a login would set.
@@ -26,7 +28,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 LIMIT_S = 600.0
 """Longest duration of one command."""
-SOURCES = ("pyproject.toml", "setup.py", "ds_zo_autoload.py", "README.md", "LICENSE")
+SOURCES = ("pyproject.toml", "ds_zo_autoload.py", "README.md", "LICENSE")
 
 TRAIN = """
 import os
@@ -72,6 +74,7 @@ def main() -> None:
         python = make_environment(root / "launchers")
         pip(python, "install", "--no-deps", wheel)
         borrow_libraries(python)
+        check_file(python)
         check_launchers(python, root / "launchers")
         check_hosts(python, root / "launchers")
     print("all is well")
@@ -118,15 +121,31 @@ def check_installation(python: Path, name: str, what: list[str]) -> None:
     def files() -> set[Path]:
         return {path for path in python.parents[1].rglob("*") if path.name != "__pycache__"}
 
-    loaded = "import sys; print('ds_zo_autoload' in sys.modules, 'torch' in sys.modules)"
     before = files()
     pip(python, "install", "--no-deps", *what)
-    answers = [run([str(python), "-c", loaded], DS_ZO_AUTOLOAD=value).strip() for value in ("1", "0")]
-    expect(answers == ["True False", "False False"], f"{name}: {answers}")
+    find = "import importlib.util as u; print(*u.find_spec('ds_zo').submodule_search_locations)"
+    startup = f"{run([str(python), '-c', find]).strip()}/commands/startup"
+    expect(
+        loaded(python) == loaded(python, PYTHONPATH=startup, DS_ZO_AUTOLOAD="0") == "False False", f"{name}: unasked"
+    )
+    expect(loaded(python, PYTHONPATH=startup) == "True False", f"{name}: {startup} has no effect")
     pip(python, "uninstall", "--yes", "ds-zo")
     left = sorted(str(path) for path in files() - before)
     expect(not left, f"{name}: pip uninstall leaves {left}")
     print(f"{name}: installed, loaded, uninstalled without a trace")
+
+
+def loaded(python: Path, **variables: str) -> str:
+    """Whether autoload is installed when Python starts, and whether torch is imported."""
+    code = "import sys; print('ds_zo_autoload' in sys.modules, 'torch' in sys.modules)"
+    return run([str(python), "-c", code], **{"DS_ZO_AUTOLOAD": "1", **variables}).strip()
+
+
+def check_file(python: Path) -> None:
+    for action, answer in (("on", "True False"), ("off", "False False")):
+        run([str(python.with_name("ds-zo")), "autoload", action])
+        expect(loaded(python) == answer, f"ds-zo autoload {action} has no effect")
+    print("ds-zo autoload: on and off")
 
 
 def check_launchers(python: Path, folder: Path) -> None:

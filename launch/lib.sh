@@ -36,7 +36,7 @@ remove_stale_build_locks() {
 describe_install() {
     printf '%s\n%s\n' "$repo" "$1"
     "$venv/bin/python" --version
-    cat "$repo/pyproject.toml" "$repo/setup.py" "$repo/constraints.txt"
+    cat "$repo/pyproject.toml" "$repo/constraints.txt"
 }
 
 # install_package EXTRAS: the package, editable, with its extras ("" for none), at the tested versions.

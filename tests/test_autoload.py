@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,9 @@ import pytest
 from autoload_env import REPO, make_environment
 
 from ds_zo.cli import main
-from ds_zo.commands.run import python_of
+from ds_zo.command_line import ENVIRONMENT
+from ds_zo.commands import autoload
+from ds_zo.commands.run import STARTUP, python_of
 from ds_zo.plugin.patches import PATCHES
 from ds_zo.versions import SUPPORTED
 
@@ -30,9 +33,19 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_environment(tmp_path_factory.mktemp("with"))
 
 
-@pytest.fixture
-def python(environment: Path, tmp_path: Path) -> Python:
-    """Runs code in that environment with `DS_ZO_AUTOLOAD=1`, and returns what it prints."""
+@pytest.fixture(scope="module")
+def switched_on(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment in which `ds-zo autoload on` has been run."""
+    python = make_environment(tmp_path_factory.mktemp("switched_on"))
+    (packages,) = python.parents[1].glob("lib/python*/site-packages")
+    (packages / autoload.FILE).write_text(autoload.LINE, encoding="utf-8")
+    return python
+
+
+@pytest.fixture(params=["ds-zo run", "ds-zo autoload on"])
+def python(request: pytest.FixtureRequest, environment: Path, switched_on: Path, tmp_path: Path) -> Python:
+    """Runs code with `DS_ZO_AUTOLOAD=1` as below that command, and returns what it prints."""
+    on_path = request.param == "ds-zo run"
     for name, source in {
         "deepspeed/__init__.py": "from . import engine; print('deepspeed')",
         "deepspeed/engine.py": "",
@@ -43,8 +56,9 @@ def python(environment: Path, tmp_path: Path) -> Python:
         (tmp_path / "stubs" / name).write_text(source + "\n")
 
     def run(code: str, *, fails: bool = False, **variables: str) -> str:
-        env = {**os.environ, "PYTHONPATH": str(tmp_path / "stubs"), "DS_ZO_AUTOLOAD": "1", **variables}
-        command = [str(environment), "-c", code]
+        folders = [str(STARTUP)] * on_path + [str(tmp_path / "stubs")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "DS_ZO_AUTOLOAD": "1", **variables}
+        command = [str(environment if on_path else switched_on), "-c", code]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
         assert (done.returncode != 0) == fails, done.stderr
         return done.stderr if fails else " ".join(done.stdout.split())
@@ -145,17 +159,51 @@ def test_the_python_of_a_command(tmp_path: Path) -> None:
         python_of("no-such-program")
 
 
-def test_run_refuses_a_python_without_the_pth_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    without = str(make_environment(tmp_path / "without", autoload=False))
-    command = executable(tmp_path / "launcher", f"#!{without}\nprint('started')\n")
-    assert main(["run", "--", command]) == 1
-    assert main(["run", "--check", "--", command]) == 1
-    shown = capsys.readouterr()
-    errors = shown.err.splitlines()
-    assert len(errors) == 2 and errors[0] == errors[1] and "ds_zo_autoload.pth" in errors[0] and without in errors[0]
-    assert "NO ds_zo_autoload.pth" in shown.out and "started" not in shown.out
+def test_sites_own_error_stays_where_there_is_no_other_sitecustomize(environment: Path) -> None:
+    code = "import sys; print([folder for folder in sys.path if 'startup' in folder], 'sitecustomize' in sys.modules)"
+    env = {**os.environ, "PYTHONPATH": str(STARTUP), "DS_ZO_AUTOLOAD": "1"}
+    command = [str(environment), "-c", code]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout, done.stderr) == ("[] False\n", "")
+
+
+def test_run_refuses_a_python_that_does_not_load_ds_zo(
+    environment: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENVIRONMENT, "PYTHONPATH", "")
+    without = str(make_environment(tmp_path / "without", has_package=False))
+    commands = {
+        executable(tmp_path / "launcher", f"#!{without}\nprint('started')\n"): "install it there by pip",
+        executable(tmp_path / "isolated", f"#!{environment} -I\nprint('started')\n"): "leave out its options",
+    }
+    for command, remedy in commands.items():
+        assert main(["run", "--", command]) == 1
+        assert main(["run", "--check", "--", command]) == 1
+        shown = capsys.readouterr()
+        errors = shown.err.splitlines()
+        assert len(errors) == 2 and errors[0] == errors[1] and remedy in errors[0]
+        assert "DOES NOT IMPORT ds_zo" in shown.out and "started" not in shown.out
     assert main(["run"]) == 1
     assert "needs a command" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_autoload_goes_on_and_off(tmp_path: Path) -> None:
+    """Three actions, each by a fresh `ds-zo`, and an environment in which pip has not installed ds-zo."""
+    python, without = make_environment(tmp_path / "with"), make_environment(tmp_path / "without", has_package=False)
+    (packages,) = python.parents[1].glob("lib/python*/site-packages")
+    env = {**os.environ, "PYTHONPATH": str(REPO), "DS_ZO_AUTOLOAD": "1"}
+
+    def ds_zo(python: Path, action: str) -> str:
+        command = [str(python), "-m", "ds_zo.cli", "autoload", action]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+        return done.stdout + done.stderr.splitlines()[-1] if done.returncode else done.stdout
+
+    for action, loads in (("status", False), ("on", True), ("status", True), ("off", False)):
+        shown = ds_zo(python, action)
+        assert ("imports ds_zo too" in shown) == loads == (packages / autoload.FILE).exists(), shown
+        assert ("not there; ds-zo autoload on writes it" in shown) != loads and "DS_ZO_AUTOLOAD=1" in shown
+    assert "error: ds-zo autoload writes beside an installed ds-zo, got" in ds_zo(without, "on")
 
 
 def test_check_says_what_would_happen(environment: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,14 +219,15 @@ def test_check_says_what_would_happen(environment: Path, capsys: pytest.CaptureF
 
 @pytest.mark.slow
 def test_run_executes_the_command_with_its_exit_status(environment: Path, tmp_path: Path) -> None:
-    """The command gets the environment that `ds-zo` was given, and the variable; nothing that DeepSpeed adds."""
+    """The command gets the environment that `ds-zo` was given, with two variables; nothing that DeepSpeed adds."""
     seen = "import json, os, sys; print(json.dumps(dict(os.environ))); sys.exit(37)"
     command = [str(environment), "-m", "ds_zo.cli", "run", "--", str(environment), "-c", seen]
     folders = [str(REPO), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders)}
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 37, done.stderr
-    assert json.loads(done.stdout) == {**env, "DS_ZO_AUTOLOAD": "1"}
+    path = os.pathsep.join([str(STARTUP), env["PYTHONPATH"]])
+    assert json.loads(done.stdout) == {**env, "DS_ZO_AUTOLOAD": "1", "PYTHONPATH": path}
 
 
 def test_deepspeeds_launcher_sends_the_variable_to_other_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +238,9 @@ def test_deepspeeds_launcher_sends_the_variable_to_other_hosts(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("DS_ZO_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTHONPATH", str(STARTUP))
     monkeypatch.setattr(runner.signal, "signal", lambda *_: None)  # main sets handlers that end this process
     hosts = ["--hostfile", "hosts", "--master_addr", "first", "--no_ssh_check"]
     runner.main([*hosts, "train.py"])
-    assert "export DS_ZO_AUTOLOAD=1; " in (tmp_path / "sent").read_text()
+    sent = (tmp_path / "sent").read_text()
+    assert "export DS_ZO_AUTOLOAD=1; " in sent and re.search(rf"export PYTHONPATH=\S*:{STARTUP}[:;]", sent), sent

@@ -45,7 +45,7 @@ def in_lib_sh(commands: str, *, repo: Path = REPO, **env: str) -> subprocess.Com
 def clone_scripts(folder: Path) -> Path:
     (folder / "launch").mkdir(parents=True)
     shutil.copy(REPO / "launch" / "lib.sh", folder / "launch")
-    for name in ("pyproject.toml", "setup.py", "constraints.txt"):
+    for name in ("pyproject.toml", "constraints.txt"):
         shutil.copy(REPO / name, folder)
     return folder
 
@@ -123,7 +123,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> N
     about = f"ds_zo-{ds_zo.__version__}.dist-info/"
     assert {f"{about}METADATA", f"{about}licenses/LICENSE", f"{about}entry_points.txt"} <= names
     others = {name for name in names if not name.startswith(("ds_zo/", about))}
-    assert others == {"ds_zo_autoload.py", "ds_zo_autoload.pth"}
+    assert others == {"ds_zo_autoload.py"}, "and no .pth file, which every Python would execute"
     assert f"\nVersion: {ds_zo.__version__}\n" in wheel.read(f"{about}METADATA").decode()
 
 

@@ -212,6 +212,7 @@ RUN_BY = {
     "ds-zo plan": "tests/test_readme.py",
     "ds-zo run -- accelerate launch": "launch/check_autoload.py",
     "ds-zo run --check": "tests/test_autoload.py",
+    "ds-zo autoload status": "tests/test_autoload.py",
     "ds-zo convert": "tests/test_readme.py",
 }
 """The test that runs a command, by the command's beginning."""

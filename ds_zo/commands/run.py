@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,15 @@ from ds_zo.commands.arguments import add_command
 from ds_zo.plugin.patches import PATCHES
 
 VARIABLE = "DS_ZO_AUTOLOAD"
-"""The environment variable that `ds_zo_autoload.pth` reads when Python starts."""
+"""The environment variable that each Python process reads when it starts."""
+STARTUP = Path(__file__).with_name("startup")
+"""The folder that `ds-zo run` puts on PYTHONPATH. Python imports its `sitecustomize`, which reads the variable."""
 
 _PROBE = """
 import sys
 sys.path[:] = [folder for folder in sys.path if folder]  # the current folder may have a json.py
 import json, platform
-from importlib import metadata
+from importlib import metadata, util
 
 def version(name):
     try:
@@ -37,16 +39,19 @@ def version(name):
 
 found = {name: version(name) for name in sys.argv[1:]}
 found["python"] = platform.python_version()
-print(json.dumps(["ds_zo_autoload" in sys.modules, sys.executable, version("ds-zo"), found]))
+autoload = "ds_zo_autoload"
+print(json.dumps([autoload in sys.modules, bool(util.find_spec(autoload)), sys.executable, version("ds-zo"), found]))
 """
 
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python that was started with `DS_ZO_AUTOLOAD=1`."""
+    """A Python that was started."""
 
     autoloads: bool
-    """Whether it executed `ds_zo_autoload.pth`."""
+    """Whether it loads ds_zo when it imports DeepSpeed."""
+    has_package: bool
+    """Whether it could load ds_zo."""
     path: str
     version: str | None
     """Version of its ds-zo; None if ds-zo is not installed there."""
@@ -54,8 +59,7 @@ class Interpreter:
     """Its version of each package of `versions.SUPPORTED`; None if the package is not installed."""
 
     @classmethod
-    def start(cls, command: Sequence[str]) -> Interpreter:
-        env = {**ENVIRONMENT, VARIABLE: "1"}
+    def start(cls, command: Sequence[str], env: Mapping[str, str]) -> Interpreter:
         probe = [*command, "-c", _PROBE, *versions.SUPPORTED]
         done = subprocess.run(probe, env=env, capture_output=True, text=True, check=False)
         if done.returncode != 0:
@@ -66,14 +70,18 @@ class Interpreter:
             )
         return cls(*json.loads(done.stdout.splitlines()[-1]))
 
+    @property
+    def effect(self) -> str:
+        return f"`import deepspeed` {'imports ds_zo too' if self.autoloads else 'DOES NOT IMPORT ds_zo'}"
+
     def check(self) -> None:
         """Raises if ds_zo would not be loaded."""
         if not self.autoloads:
-            again = "" if self.version is None else " again"
+            remedy = "install it there by pip, or start a command of the environment that has it"
+            if self.has_package:
+                remedy = "leave out its options -E, -I and -S, and remove a sitecustomize that hides the one of ds-zo"
             raise ValueError(
-                "the Python of the command must have ds_zo_autoload.pth, which pip installs with ds-zo, got a Python "
-                f"without it: install ds-zo there{again} (pip install of the clone or the wheel, with that Python), or "
-                f"start a command of the environment that has ds-zo ({self.path})"
+                f"the Python of the command must load ds-zo, got {self.path}, which does not: {remedy} (COMMAND)"
             )
 
     def support(self) -> Iterator[tuple[str, str]]:
@@ -93,8 +101,8 @@ def add(commands: Any) -> None:
         commands,
         "run",
         help="run a command whose Python processes load ds_zo when they import DeepSpeed",
-        about="Sets DS_ZO_AUTOLOAD=1 and executes COMMAND. Every Python process below it, launchers and their "
-        "workers included, imports ds_zo right after DeepSpeed. Scripts need no `import ds_zo`.",
+        about="Sets DS_ZO_AUTOLOAD=1, adds a folder to PYTHONPATH and executes COMMAND. Every Python process below it, "
+        "launchers and their workers included, imports ds_zo right after DeepSpeed. Scripts need no `import ds_zo`.",
         examples=(
             "ds-zo run -- accelerate launch train.py --deepspeed ds_config.json",
             "ds-zo run --check -- trl sft --config sft.yaml",
@@ -117,10 +125,16 @@ def run(args: argparse.Namespace) -> None:
     if python is None:
         print(f"ds-zo run: {_unknown(words[0])}", file=sys.stderr)
     else:
-        Interpreter.start(python).check()
+        Interpreter.start(python, _environment()).check()
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execvpe(words[0], words, {**ENVIRONMENT, VARIABLE: "1"})
+    os.execvpe(words[0], words, _environment())
+
+
+def _environment() -> dict[str, str]:
+    """The environment of the command."""
+    folders = [str(STARTUP), *filter(None, [ENVIRONMENT.get("PYTHONPATH")])]
+    return {**ENVIRONMENT, VARIABLE: "1", "PYTHONPATH": os.pathsep.join(folders)}
 
 
 def python_of(program: str) -> list[str] | None:
@@ -159,17 +173,15 @@ def _check(words: Sequence[str], python: Sequence[str] | None) -> None:
     if python is None:
         rows.append(("python", _unknown(words[0])))
     else:
-        interpreter = Interpreter.start(python)
-        hook = "`import deepspeed` imports ds_zo too" if interpreter.autoloads else "NO ds_zo_autoload.pth"
-        rows += [("python", interpreter.path), ("autoload", hook)]
+        interpreter = Interpreter.start(python, _environment())
+        rows += [("python", interpreter.path), ("autoload", interpreter.effect)]
         rows.append(("ds-zo", interpreter.version or "NOT INSTALLED"))
         rows += interpreter.support()
     rows += [("replaces" if i == 0 else "", str(patch)) for i, patch in enumerate(PATCHES)]
     rows += [
-        ("other hosts", f"deepspeed --hostfile, accelerate launch with pdsh, and srun send {VARIABLE}"),
-        ("", "torchrun, accelerate launch with standard, deepspeed --no_ssh: use ds-zo run on every host,"),
-        ("", f"or set {VARIABLE}=1 there"),
-        ("", "each host needs ds-zo in the Python that runs there"),
+        ("other hosts", f"deepspeed --hostfile, accelerate launch with pdsh, and srun send {VARIABLE} and PYTHONPATH"),
+        ("", "torchrun, accelerate launch with standard, deepspeed --no_ssh: use ds-zo run on every host"),
+        ("", "each host needs ds-zo in the Python that runs there, at the same path or after ds-zo autoload on"),
     ]
     width = max(len(name) for name, _ in rows)
     for name, text in rows:

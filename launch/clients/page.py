@@ -21,8 +21,8 @@ HEAD = f"""\
 <!-- Written by `bash launch/clients.sh --page`, not by hand. -->
 
 A program that is not yours needs no `import ds_zo`. Install ds_zo into the program's environment, give the program a
-JSON of ds_zo as its DeepSpeed config, and put `ds-zo run --` before its command. `DS_ZO_AUTOLOAD=1` in the environment
-does the same: see [Without an import line](run_without_import.md).
+JSON of ds_zo as its DeepSpeed config, and put `ds-zo run --` before its command:
+see [Without an import line](run_without_import.md).
 
 ## What was tested
 

@@ -1,6 +1,6 @@
 """`deepspeed --num_gpus 2` and `torchrun` start ranks that share a host store, and ranks that share a batch.
 
-DeepSpeed's launcher starts them with `DS_ZO_AUTOLOAD=1`. The examples are tested with `accelerate launch`.
+DeepSpeed's launcher starts them as below `ds-zo run`. The examples are tested with `accelerate launch`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from autoload_env import make_environment
 from conftest import HELPERS, REPO, python_path
 from warm_interpreter import WarmInterpreter
+
+from ds_zo.commands.run import STARTUP
 
 SCRIPT = """
 import os, sys
@@ -65,7 +67,7 @@ LAUNCHERS: dict[str, Callable[[int], list[str]]] = {
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_launcher(launcher: str, tmp_path: Path, free_port: int, warm_interpreter: WarmInterpreter) -> None:
     """The launchers are forks of a process that has the libraries, and so are the ranks of torchrun. DeepSpeed's ranks
-    are fresh interpreters of an environment with `ds_zo_autoload.pth`."""
+    are fresh interpreters, as `ds-zo run` starts them."""
     script = tmp_path / "train.py"
     set_by_launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in set_by_launchers}
@@ -73,7 +75,7 @@ def test_launcher(launcher: str, tmp_path: Path, free_port: int, warm_interprete
     command = [warm_interpreter.python(), "-m", *LAUNCHERS[launcher](free_port)]
     if launcher == "deepspeed":
         command.append(str(make_environment(tmp_path / "environment")))
-        env["DS_ZO_AUTOLOAD"] = "1"
+        env |= {"DS_ZO_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join([str(STARTUP), env["PYTHONPATH"]])}
         script.write_text(SCRIPT + FRESH)
     else:
         script.write_text(SCRIPT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sysconfig
 import venv
 from pathlib import Path
@@ -10,18 +9,13 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[2]
 
 
-def pth_of_setup() -> str:
-    """The text that setup.py writes to `ds_zo_autoload.pth`."""
-    tree = ast.parse((REPO / "setup.py").read_text(encoding="utf-8"))
-    (text,) = (node.value.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "PTH")
-    return text
-
-
-def make_environment(folder: Path, *, autoload: bool = True) -> Path:
-    """Makes the environment and returns its Python. Without `autoload` it has the package, and no .pth file."""
+def make_environment(folder: Path, *, has_package: bool = True) -> Path:
+    """Makes the environment and returns its Python. Without `has_package` it has the libraries alone."""
     venv.create(folder, symlinks=True, with_pip=False)
     (packages,) = folder.glob("lib/python*/site-packages")
-    (packages / "a_libraries.pth").write_text(f"{REPO}\n{sysconfig.get_path('purelib')}\n", encoding="utf-8")
-    if autoload:
-        (packages / "ds_zo_autoload.pth").write_text(pth_of_setup(), encoding="utf-8")
+    folders = [str(REPO)] * has_package + [sysconfig.get_path("purelib")]
+    (packages / "a_libraries.pth").write_text("\n".join(folders) + "\n", encoding="utf-8")
+    if has_package:
+        (packages / "ds_zo-0.dist-info").mkdir()
+        (packages / "ds_zo-0.dist-info" / "METADATA").write_text("Name: ds-zo\nVersion: 0\n", encoding="utf-8")
     return folder / "bin" / "python"
