@@ -1,12 +1,14 @@
 """The power fails at every moment of a save, on a file system that keeps nothing that was not synced.
 
 Calls of a save are recorded and made again on a model of a disk. Names reach it with the sync of their folder, or at
-once, as journals do; bytes with the sync of their file. What is on it after each call is a folder to resume from.
+once, as journals do, or at once in subfolders alone; bytes with the sync of their file. What is on it after each call is
+a folder to resume from.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,8 +43,9 @@ class Folder:
 class Disk:
     """What calls leave of a folder when the power fails."""
 
-    def __init__(self, root: Path, *, names_at_once: bool) -> None:
-        self.root, self.names_at_once = root, names_at_once
+    def __init__(self, root: Path, *, at_once: Collection[str]) -> None:
+        """`at_once`: where names reach the disk before a sync, in the `top` folder, in folders `inside` it, or both."""
+        self.root, self.at_once = root, at_once
         self.top = Folder.of(root)
         self.open: dict[int, Any] = {}
 
@@ -60,6 +63,11 @@ class Disk:
             new.names[b] = old.names.pop(a)
         elif name == "write" and args[0] in self.open:
             self.open[args[0]].written += bytes(args[1])[:result]
+        elif name == "remove":
+            folder, base = self._place(args[0])
+            gone = folder.names.pop(base, None)
+            if isinstance(gone, Folder):
+                gone.names.clear()
         elif name == "fsync":
             self._sync(self.open[args[0]])
 
@@ -78,9 +86,10 @@ class Disk:
             found.on_disk = dict(found.names)
 
     def leave(self, out: Path, folder: Folder | None = None) -> None:
+        place = "top" if folder is None else "inside"
         folder = folder or self.top
         out.mkdir()
-        for name, found in (folder.names if self.names_at_once else folder.on_disk).items():
+        for name, found in (folder.names if place in self.at_once else folder.on_disk).items():
             if isinstance(found, Folder):
                 self.leave(out / name, found)
             else:
@@ -105,17 +114,23 @@ class RecordingOs:
         return call
 
 
-@pytest.mark.parametrize("names_at_once", [False, True])
+@pytest.mark.parametrize("at_once", [(), ("inside",), ("top", "inside")])
 @pytest.mark.parametrize("tag", ["other", "first"])
 def test_a_whole_checkpoint_is_left_at_every_call(
-    tag: str, names_at_once: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tag: str, at_once: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saves = tmp_path / "saves"
     save(saves, "first", threads=1)
-    disk = Disk(saves, names_at_once=names_at_once)
-    recording = RecordingOs()
+    disk = Disk(saves, at_once=at_once)
+    recording, remove = RecordingOs(), files.remove
+
+    def recorded_remove(path: Path, **last: Any) -> None:
+        recording.calls.append(("remove", (path,), None))
+        remove(path, **last)
+
     with monkeypatch.context() as patch:
         patch.setattr(files, "os", recording)
+        patch.setattr(files, "remove", recorded_remove)
         save(saves, tag, threads=1)
     assert len(recording.calls) > 40
     for number, (name, args, result) in enumerate(recording.calls):

@@ -173,6 +173,32 @@ def test_projectors_that_capture_no_more_do_not_serve() -> None:
     assert_equal(*map(current_weights, (engine, random)))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_candidate_serves_where_it_captures_clearly_more(seed: int) -> None:
+    """Of an identity, projectors that keep some of its 64 entries capture the share that they keep."""
+    random = torch.Generator().manual_seed(seed)
+    size, dim = 64, 32
+    present, kept = torch.randint(1, dim + 1, (2,), generator=random).tolist()
+    if seed % 2:
+        kept = min(dim, present + int(torch.randint(0, 8, (1,), generator=random)))  # about as good
+
+    def keeps(num: int) -> lsp_matrices.Subspace:
+        indices = (torch.arange(size) % dim)[:, None].to(torch.int32)
+        values = (torch.arange(size) < num).float()[:, None]
+        return lsp_matrices.Subspace(*(SparseProjector(indices, values, dim) for _ in range(2)))
+
+    candidate = lsp_matrices.Candidate(keeps(kept), num_batches=1, total=torch.eye(dim))
+    weight = torch.nn.Parameter(torch.zeros(size, size))
+    matrix = lsp_matrices.MatrixState("matrix", weight, 0, 0, subspace=keeps(present), candidate=candidate)
+    calibration = lsp_calibration.Calibration(LSPParams(calibration_batches=1), ranks=None)
+    calibration.fit_or_test(matrix, torch.eye(size))
+    serves = matrix.candidate is not None and matrix.candidate.gain is not None
+    assert serves == (kept - present > 0.05 * size or kept >= 3 * present), (present, kept)
+    assert matrix.is_fitted != serves
+    share = (kept if serves else present) / size
+    assert calibration.biases["matrix"] == pytest.approx((1 - share) ** 0.5, abs=1e-3)
+
+
 def test_a_check_refits_what_fails_alone_and_later_steps_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A check leaves its own step's update as it was, and that of the test."""
     adopt_always(monkeypatch)
