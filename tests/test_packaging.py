@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -253,3 +254,19 @@ def test_build_locks_go_only_when_nobody_is_building(tmp_path: Path) -> None:
         builder.communicate("\n", timeout=60)
     assert "left by a build that was killed" in in_lib_sh(enter, repo=repo).stdout
     assert not lock.exists()
+
+
+def test_the_hosted_checks_run_scripts_that_exist_on_both_processors() -> None:
+    workflow = yaml.safe_load((REPO / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert "bash launch/test.sh" in commands
+    assert all((REPO / command.split()[1]).is_file() for command in commands)
+    machines = workflow["jobs"]["suite"]["strategy"]["matrix"]["include"]
+    assert {machine["processor"] for machine in machines} == {"x86-64", "aarch64"}
+
+
+def test_hooks_before_a_commit_are_the_checks_of_the_suite() -> None:
+    hooks = yaml.safe_load((REPO / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0]["hooks"]
+    suite = (REPO / "launch/test.sh").read_text(encoding="utf-8").splitlines()
+    assert hooks
+    assert all(any(line.startswith(hook["entry"].removeprefix(".venv/bin/")) for line in suite) for hook in hooks)
