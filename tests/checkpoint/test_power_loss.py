@@ -1,8 +1,8 @@
 """The power fails at every moment of a save, on a file system that keeps nothing that was not synced.
 
 Calls of a save are recorded and made again on a model of a disk. Names reach it with the sync of their folder, or at
-once, as journals do, or at once in subfolders alone; bytes with the sync of their file. What is on it after each call is
-a folder to resume from.
+once, as journals do, or at once in subfolders alone; bytes with the sync of their file. What is on it after each call
+is a folder to resume from.
 """
 
 from __future__ import annotations
