@@ -113,7 +113,7 @@ class AdapterBackend(RecomputedBackend):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. A backward may follow also in evaluation mode, as for a model of `from_pretrained`."""
-        checked = nullcontext() if self._base is None else self._base.block_store.first_forward_checked()
+        checked = nullcontext() if self._base is None else self._base.block_store.forward_checked()
         with self.plain_parameters(), checked:
             if not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)

@@ -27,6 +27,10 @@ class DeferredScalar:
         else:
             self._value = value.clone()
 
+    def has_arrived(self) -> bool:
+        """Whether `get` returns without waiting."""
+        return self._copied is None or self._copied.query()
+
     def get(self) -> float:
         """Waits for the copy and returns the number."""
         if self._copied is not None:

@@ -205,7 +205,7 @@ class LOMOBackend(RecomputedBackend):
             forward_pass(store, self._passes.blocks, store.start_forward)
             if store is not None and trains
             else nullcontext(),
-            nullcontext() if store is None else store.first_forward_checked(),
+            nullcontext() if store is None else store.forward_checked(),
         ):
             output = self.module(*args, **kwargs)
         self._passes.watch_graph((args, kwargs), output, num_tries=num_tries)

@@ -211,7 +211,7 @@ class LSPBackend(Backend):
             elif trains or streamed is not None or self._compiler is not None:
                 stack.enter_context(without_caches(self.module))
             if streamed is not None:
-                stack.enter_context(streamed.block_store.first_forward_checked())
+                stack.enter_context(streamed.block_store.forward_checked())
             yield
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:

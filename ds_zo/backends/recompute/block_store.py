@@ -28,6 +28,7 @@ from ds_zo.backends.common.pretrained import PretrainedSaving
 from ds_zo.backends.common.startup import StartupSummary, summary_of_blocks
 from ds_zo.backends.common.stray_weights import refuse_strays
 from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
+from ds_zo.backends.recompute.output_check import OutputCheck
 from ds_zo.checkpoint.snapshot import host_copy, persistent_buffers
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.streaming.block_store import BlockStore
@@ -86,6 +87,7 @@ class RecomputedBlockStore(BlockStore):
             remedy="raise it or keep fewer blocks resident",
         )
         self._module = module
+        self.output_check = OutputCheck(device, forwards_per_step=config.gradient_accumulation_steps)
         self._checked_modes: set[bool] = set()
         """Whether gradients were on in the forwards that were checked for weights used outside of their blocks."""
         self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
@@ -168,10 +170,13 @@ class RecomputedBlockStore(BlockStore):
         return unit.in_use
 
     @contextmanager
-    def first_forward_checked(self) -> Iterator[None]:
+    def forward_checked(self) -> Iterator[None]:
         """Context of each forward. The first one with gradients on, and the first one with them off, raise where a
-        block's weight is used outside of its block, unless the user has compiled the module."""
+        block's weight is used outside of its block, unless the user has compiled the module. Outputs of blocks are
+        compared too ([Note: outputs are compared])."""
         mode = torch.is_grad_enabled()
+        if mode:
+            self.output_check.begin_forward()
         checks = mode not in self._checked_modes and not is_compiled_by_user(self._module)
         with refuse_strays(self.placement.blocks) if checks else nullcontext():
             yield

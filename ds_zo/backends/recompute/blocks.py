@@ -37,6 +37,7 @@ from ds_zo.backends.common.plain_copies import StandIn
 from ds_zo.backends.recompute.block_store import RecomputedBlockStore
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, CompiledForward
 from ds_zo.backends.recompute.context import BlockProfile, ForwardContext
+from ds_zo.backends.recompute.output_check import OutputSummary
 from ds_zo.config import ConfigError
 from ds_zo.streaming.blocks import reached_elsewhere
 from ds_zo.streaming.units import Unit, UnitState
@@ -95,6 +96,8 @@ class BlockCall:
         self.weight_versions: list[int | None] = []
         """Version counters of the block's parameters in the forward. None: the forward itself changes the counter, as
         PEFT's adapters on parameters do (`target_parameters`), so that it does not show other changes."""
+        self.first_output: OutputSummary | None = None
+        """None before the forward has ended."""
         self._output: _Structure | None = None
         self._user_dicts = list(user_dicts)
         self._containers: list[tuple[Any, dict[Any, Any]]] = []
@@ -279,6 +282,7 @@ class RecomputedBlock:
             call.weight_versions = [
                 v if v == now else None for v, now in zip(before, self.weight_versions(), strict=True)
             ]
+            call.first_output = self._block_store.output_check.summarise(outputs)
         call.context.end_forward()
         if versions != [t._version for t in tensors]:
             raise ValueError(
@@ -310,6 +314,8 @@ class RecomputedBlock:
             with torch.enable_grad(), call.context.restored(), self._shared_as_leaves(wanted) as shared_leaves:
                 args, kwargs = call.arguments(inputs)
                 outputs = call.flatten_output(self._compute(*args, **kwargs))
+                assert call.first_output is not None
+                self._block_store.output_check.compare(self.unit.name, self.unit.module, call.first_output, outputs)
             reached = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
             del args, kwargs, outputs
             if reached:
