@@ -50,4 +50,4 @@ def json_object(text: str, option: str) -> dict[str, Any]:
     try:
         return parse_object(text)
     except ValueError as error:
-        raise ValueError(f"{option} must be a JSON object, got {text!r}: {error} ({option})") from None
+        raise ValueError(f"{option} must be a JSON object, got {text!r}: {error}; write {{...}} ({option})") from None

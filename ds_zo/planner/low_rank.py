@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ds_zo.streaming.placement import is_linear
+
 
 @contextmanager
 def low_rank_adapters(module: nn.Module, blocks: Sequence[nn.Module], *, rank: int) -> Iterator[None]:
@@ -20,10 +22,9 @@ def low_rank_adapters(module: nn.Module, blocks: Sequence[nn.Module], *, rank: i
             stack.callback(p.requires_grad_, p.requires_grad)
             p.requires_grad_(False)
         for m in (m for block in blocks for m in block.modules()):
-            weight = m._parameters.get("weight")
-            if weight is None or weight.ndim != 2 or isinstance(m, nn.Embedding):
+            if not is_linear(m):
                 continue
-            # The weights of GPT-2's Conv1D are transposed.
+            weight: Any = m.weight
             outputs, inputs = weight.shape if isinstance(m, nn.Linear) else weight.shape[::-1]
             for name, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
                 m.register_parameter(name, nn.Parameter(torch.empty(shape, dtype=weight.dtype, device="meta")))
@@ -32,5 +33,10 @@ def low_rank_adapters(module: nn.Module, blocks: Sequence[nn.Module], *, rank: i
         yield
 
 
-def _adapt(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+def _adapt(module: Any, args: tuple[Any, ...], output: Any) -> Any:
+    """The output of a linear layer with its adapter. A subclass whose forward is not that of a linear layer, such as
+    the routers of Llama 4 and Phi-MoE, is left alone, as PEFT cannot adapt it either."""
+    sizes = [t.shape[-1] if isinstance(t, torch.Tensor) else None for t in (*args, output)]
+    if sizes != [module.lora_A.shape[1], module.lora_B.shape[0]]:
+        return output
     return output + functional.linear(functional.linear(args[0], module.lora_A), module.lora_B) * 1.0

@@ -21,6 +21,7 @@ from ds_zo.planner.shapes import RANDOM, SHAPES, config_of
 from ds_zo.planner.timeline import Trace
 from ds_zo.planner.trace import trace_pass
 from ds_zo.streaming.blocks import find_blocks
+from ds_zo.streaming.placement import is_linear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -53,9 +54,8 @@ class Model:
 
     @cached_property
     def matrices(self) -> list[tuple[int, int]]:
-        """Shapes of the weight matrices inside blocks. LSP projects them, and low-rank adapters are attached to
-        them."""
-        return [tuple(p.shape) for block in self.blocks for p in block.parameters() if p.ndim == 2]  # type: ignore[misc]
+        """Shapes of the weights of linear layers inside blocks, to which low-rank adapters are attached."""
+        return [tuple(m.weight.shape) for block in self.blocks for m in block.modules() if is_linear(m)]  # type: ignore
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +89,9 @@ class Model:
         if kind not in self._traces:
             try:
                 self._traces[kind] = run()
-            except (NotImplementedError, RuntimeError) as error:
+            except ValueError:
+                raise
+            except Exception as error:  # of the model's own code, which may raise anything
                 raise ValueError(f"{self.name} can't be planned: {self._failure_text(error)}") from error
         return self._traces[kind]
 

@@ -141,7 +141,7 @@ class Plan:
     rates: Rates
     estimates: tuple[Estimate, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Backends that cannot train this model, with the reason. A backend that the user named raises instead."""
+    """Methods without an estimate, each with the reason. If no method has one, `plan` raises the last reason."""
 
     def __getitem__(self, contender: str) -> Estimate:
         return next(e for e in self.estimates if e.contender == contender)
@@ -213,13 +213,18 @@ def plan(
     options = Options(section, dict(params or {}), offload, checkpointing, is_only=len(chosen) == 1)
     if isinstance(model, str):
         model = load_model(model, batch=batch, seq=seq, dtype=dtype, rates=rates)
-    refusing = [name for name in chosen if name in own and entry_of(name).refuses_fp16]
-    left_out = dict.fromkeys(refusing, _NO_FP16) if model.dtype == "fp16" else {}
-    left_out |= {name: _BF16_ONLY for name in _IN_BF16 if model.dtype != "bf16" and name in chosen}
-    if left_out and backends:
-        name, why = next(iter(left_out.items()))
-        raise ValueError(f"{name} can't train in {model.dtype}: {why}")
     limits = Limits(_nbytes(device_memory_gb), _nbytes(host_memory_gb))
+    estimates: list[Estimate] = []
+    left_out: dict[str, str] = {}
+    for name in chosen:
+        try:
+            if why := _refused_dtype(name, model.dtype):
+                raise ValueError(f"{name} can't train in {model.dtype}: {why}")
+            estimates.append(known[name](model, limits, options))
+        except ValueError as error:
+            left_out[name] = str(error)
+            if len(left_out) == len(chosen):
+                raise
     return Plan(
         model=model.name,
         architecture=type(model.module).__name__,
@@ -230,9 +235,16 @@ def plan(
         dtype=model.dtype,
         limits=limits,
         rates=model.rates,
-        estimates=tuple(known[name](model, limits, options) for name in chosen if name not in left_out),
+        estimates=tuple(estimates),
         left_out=left_out,
     )
+
+
+def _refused_dtype(name: str, dtype: Dtype) -> str | None:
+    """Why a method cannot train in a dtype; None if it can."""
+    if name in _STOCK:
+        return _BF16_ONLY if name in _IN_BF16 and dtype != "bf16" else None
+    return _NO_FP16 if dtype == "fp16" and entry_of(name).refuses_fp16 else None
 
 
 def _without(stream: StreamConfig, keys: Collection[str]) -> StreamConfig:

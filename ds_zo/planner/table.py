@@ -23,7 +23,8 @@ def render(plan: Plan, *, details: bool = False) -> str:
             [_row(plan, e) for e in plan.estimates],
         ),
     ]
-    lines += [f"{name} left out: {why}" for name, why in plan.left_out.items()]
+    reasons = dict.fromkeys(plan.left_out.values())
+    lines += [f"{', '.join(n for n, w in plan.left_out.items() if w == why)} left out: {why}" for why in reasons]
     if details or len(plan.estimates) == 1:
         for estimate in plan.estimates:
             lines += ["", *_details(estimate)]

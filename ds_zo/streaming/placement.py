@@ -186,17 +186,21 @@ def _still(p: nn.Parameter, owners: Sequence[nn.Module]) -> tuple[int, int]:
     return (0, 0) if row is None else (row * p.shape[-1], (row + 1) * p.shape[-1])
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer: torch's, or GPT-2's `Conv1D` of transformers, whose weight is transposed."""
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
 def base_matrix_ids(module: nn.Module) -> set[int]:
     """Ids of the parameters that quantised checkpoints hold in fewer bits: weights of linear layers, and stacks of such
     weights, one for each expert. Adapters of PEFT, embeddings, convolutions and single parameters, such as Mamba's
     `A_log`, are not among them, and keep their precision."""
     found = set()
     for m in module.modules():
-        is_linear = isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"  # GPT-2's linear layer in transformers
         is_convolution = isinstance(m, nn.modules.conv._ConvNd)
         for p in (p for p in m._parameters.values() if p is not None):
             is_stack = p.dim() == 3 and min(p.shape) > 1 and not is_convolution
-            if (is_linear and p.dim() == 2) or is_stack:
+            if (is_linear(m) and p.dim() == 2) or is_stack:
                 found.add(id(p))
     return found - adapter_ids(module)
 

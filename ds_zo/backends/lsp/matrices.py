@@ -27,6 +27,7 @@ from ds_zo.config import LSPParams
 from ds_zo.optim import OFFSET_ALIGNMENT
 from ds_zo.projectors import ProjectorRows, SparseProjector, choose_dims
 from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
+from ds_zo.streaming.placement import is_linear
 from ds_zo.streaming.units import Unit
 
 _MAX_PARAMETERS = 2**16
@@ -298,6 +299,5 @@ def _input_table(module: nn.Module) -> torch.Tensor | None:
 
 
 def _matrix_parameters(module: nn.Module) -> set[int]:
-    """Ids of the weights of linear layers. `Conv1D` is found by name, because transformers need not be installed."""
-    kinds = [m for m in module.modules() if isinstance(m, nn.Linear) or type(m).__name__ == "Conv1D"]
-    return {id(m.weight) for m in kinds if isinstance(m.weight, nn.Parameter)}
+    """Ids of the weights of linear layers."""
+    return {id(m.weight) for m in module.modules() if is_linear(m) and isinstance(m.weight, nn.Parameter)}

@@ -1,0 +1,42 @@
+"""Plans of every mixture of experts in transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from moe_configs import moe_configs
+from torch import nn
+
+from ds_zo.cli import main
+from ds_zo.planner import load_model, plan
+from ds_zo.planner.stock import LOW_RANK
+
+NEED_VALUES = {"jetmoe", "longcat_flash", "switch_transformers"}
+"""Model types whose forward reads values, which a plan does not have."""
+
+
+@pytest.mark.slow
+def test_every_mixture_of_experts_is_planned_with_adapters(tmp_path: Path) -> None:
+    for name, config in moe_configs().items():
+        config.save_pretrained(tmp_path / name)
+        model = load_model(str(tmp_path / name), batch=1, seq=16)
+        if name in NEED_VALUES:
+            with pytest.raises(ValueError, match="can't be planned: its forward depends on values"):
+                plan(model, backends=["adapter"], checkpointing=False)
+            continue
+        adapter = plan(model, backends=["adapter"], checkpointing=False)["adapter"]
+        layers = [m for block in model.blocks for m in block.modules() if isinstance(m, nn.Linear)]
+        assert adapter.reduced_nbytes == 4 * LOW_RANK * sum(m.in_features + m.out_features for m in layers), name
+
+
+def test_a_backend_that_cannot_be_planned_is_one_row(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = ["--stream", '{"frozen_dtype": "mxfp4"}']  # the model has no experts
+    command = ["plan", "--model", "random:opt-tiny", "--seq", "16", *stream]
+    assert main(command) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line for line in shown if line.startswith("adapter ")] == []
+    assert [line for line in shown if line.startswith("lomo ")] != []
+    (said,) = (line for line in shown if "left out" in line)
+    assert said.startswith("zo, adapter left out: frozen_dtype mxfp4") and said.endswith("take nf4 (--stream)")
+    assert main([*command, "--backend", "adapter"]) == 1
