@@ -7,19 +7,23 @@ again. So a base of any size is merged in the memory of its largest layer.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ds_zo import ops
+from ds_zo.checkpoint import older_base
 from ds_zo.checkpoint.adapters import FILE as ADAPTERS_FILE
 from ds_zo.checkpoint.adapters import ROOT, Adapters
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.export import SHARD_NBYTES, Spec, weights_by_name, write_model_folder
 from ds_zo.checkpoint.reader import Saved
-from ds_zo.streaming.loading import SafetensorsSource
+from ds_zo.logs import warn
+from ds_zo.ops.nf4 import Quantised
+from ds_zo.streaming.loading import IN_MEMORY, SafetensorsSource
 
 
 def export_merged(
@@ -36,6 +40,8 @@ def export_merged(
     config = {**json.loads(config_text), "dtype": str(dtype).removeprefix("torch.")}
     config.pop("quantization_config", None)
     merging = _Merging(saved, adapters, _peft_model(config, adapters, dtype), base=base, dtype=dtype)
+    run_dtype: str = json.loads(config_text)["dtype"]
+    merging.compare_older_base(lambda: _peft_model(config, adapters, getattr(torch, run_dtype)))
     extra = {"config.json": json.dumps(config, indent=2) + "\n"}
     if (generation := saved.text("generation_config.json")) is not None:
         extra["generation_config.json"] = generation
@@ -78,7 +84,10 @@ class _Merging:
         self._model = model
         self._dtype = dtype
         self._saved_values = weights_by_name(saved)
-        self._base: SafetensorsSource | None = None
+        self._saved = saved
+        self.base: SafetensorsSource | None = None
+        """The folder of weights that the checkpoint leaves out. None: it has all weights."""
+        self._base_state: dict[str, Any] = saved.backend_state.get("base") or {}
         self._layers = {name: m for name, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
         for name in self._layers:
             if any(name.startswith(f"{other}.") for other in self._layers):
@@ -90,11 +99,11 @@ class _Merging:
         names = [*(name for name, _ in model.named_parameters()), *self._buffers]
         own = [name for name in names if name not in self._saved_values]
         if own:
-            self._base = _base_of(saved, base)
-            missing = [n for n in own if self._adapters.place(n)[0] or self._plain(n) not in self._base.weight_names()]
+            self.base = _base_of(saved, base)
+            missing = [n for n in own if self._adapters.place(n)[0] or self._plain(n) not in self.base.weight_names()]
             if missing:
                 raise CheckpointError(
-                    f"neither checkpoint {saved.folder} nor its base {self._base.folder} has {missing[0]}: name the "
+                    f"neither checkpoint {saved.folder} nor its base {self.base.folder} has {missing[0]}: name the "
                     "folder that the run has loaded its model from (--base)"
                 )
 
@@ -147,14 +156,52 @@ class _Merging:
     def _read(self, name: str) -> torch.Tensor:
         if name in self._saved_values:
             return self._saved_values[name]
-        assert self._base is not None
-        return self._base(self._plain(name))
+        assert self.base is not None
+        value = self.base.stored(self._plain(name))
+        there: str | None = self._base_state.get("sums", {}).get(name)
+        if there is not None and ops.sum_in_form(value, there.split()[0]) != there:
+            self._refuse_base(self._plain(name))
+        return value.values() if isinstance(value, Quantised) else value
+
+    def _refuse_base(self, name: str) -> None:
+        assert self.base is not None
+        raise CheckpointError(
+            f"--merge needs the base that the run of checkpoint {self._saved.folder} has trained its adapters over, "
+            f"got {self.base.folder}, in which {name} differs: name the folder that the run has loaded its model from "
+            "(--base); if PEFT changed the base at the start (PiSSA, OLoRA), load the checkpoint into an engine, call "
+            "merge_and_unload there and save_pretrained"
+        )
+
+    def compare_older_base(self, make_model: Callable[[], nn.Module]) -> None:
+        """Compares the base with a checkpoint that has no sums of it. `make_model` makes the run's model on the meta
+        device."""
+        state, source = self._base_state, self.base
+        if "sums" in state or source is None:
+            return
+        reason = "has no hash of its base"
+        if "sha256" in state:
+            model = make_model()
+            settings = self._saved.engine_state["common"]["ds_config"]
+            section = settings.get("ds_zo", {}) if isinstance(settings, dict) else {}
+            read = lambda name: source.stored(self._plain(name))  # noqa: E731
+            if older_base.is_of(
+                self._saved.backend_state, read, model=model, block_paths=section.get("stream", {}).get("blocks")
+            ):
+                return
+            formats = state.get("stored_as", "fewer bits")
+            if set(formats.split()) <= {str(p.dtype).removeprefix("torch.") for p in model.parameters()}:
+                self._refuse_base("a weight")
+            reason = f"has a hash of its base as {formats}, and does not name the device that encoded the base"
+        warn(
+            f"whether {source.folder} is the base of the run is not known, because an earlier version saved checkpoint "
+            f"{self._saved.folder}, which {reason}: compare outputs of the merged model with those of the run"
+        )
 
 
 def _base_of(saved: Saved, base: Path | None) -> SafetensorsSource:
     """The folder of the base weights that the checkpoint leaves out."""
     recorded = (saved.backend_state.get("base") or {}).get("source")
-    folder = base or (None if recorded is None else Path(recorded))
+    folder = base or (None if recorded in (None, IN_MEMORY, "NoneType") else Path(recorded))
     if folder is None:
         raise CheckpointError(f"checkpoint {saved.folder} has no base weights: name their folder (--base)")
     try:

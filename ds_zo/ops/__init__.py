@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from ds_zo.ops import mxfp4, nf4
+from ds_zo.ops.bit_sums import bit_sum, sum_in_form, value_sum
 from ds_zo.ops.codecs import PIECE_NUMEL, copy_staged_, decode, encode_
 from ds_zo.ops.formats import FORMATS, Format, rounding_std, storage_format
 from ds_zo.ops.mxfp4 import MXFP4
@@ -32,6 +33,7 @@ __all__ = [
     "Rounding",
     "Segment",
     "SegmentTable",
+    "bit_sum",
     "build_table",
     "copy_staged_",
     "decode",
@@ -44,6 +46,8 @@ __all__ = [
     "replay_perturb",
     "rounding_std",
     "storage_format",
+    "sum_in_form",
+    "value_sum",
 ]
 
 PACKED: dict[torch.dtype, Format] = {f.dtype: f for f in (NF4, MXFP4)}

@@ -26,6 +26,8 @@ from ds_zo.versions import dtype_without_request
 
 _SOURCE = "_ds_zo_source"
 _NAMES = "_ds_zo_names"
+IN_MEMORY = "memory"
+"""`source_of` a module without a source."""
 _FROZEN_DTYPE = "_ds_zo_frozen_dtype"
 _DORA = "peft.tuners.lora.dora"
 _RESIZING = ("_get_resized_embeddings", "_get_resized_lm_head", "_init_added_embeddings_weights_with_mean")
@@ -150,6 +152,8 @@ def forget_source(module: nn.Module, parameter: nn.Parameter) -> None:
 def source_of(module: nn.Module) -> str:
     """The folder that the module's weights are read from, or the kind of their source."""
     source = getattr(module, _SOURCE, None)
+    if source is None:
+        return IN_MEMORY
     return str(source.folder) if isinstance(source, SafetensorsSource) else type(source).__name__
 
 

@@ -46,6 +46,8 @@ class PlacedParameter:
     gradient. (0, 0) if there are none."""
     start: int = 0
     """Index of the parameter's first element in its plane."""
+    value_sum: str = ""
+    """Form and bits' sum of the value that was stored last, before it was encoded. Training does not change it."""
 
     def __post_init__(self) -> None:
         self.numel, self.shape = self.parameter.numel(), self.parameter.shape
@@ -480,10 +482,25 @@ class Unit:
             for placed in part.placed:
                 self._store(part, planes, placed, read(placed), via=via)
 
-    def store_one(self, placed: PlacedParameter, value: torch.Tensor) -> None:
+    def store_one(self, placed: PlacedParameter, value: torch.Tensor | nf4.Quantised, *, writes: bool = True) -> None:
+        """Replaces a parameter's value. `writes` False: another rank writes it to the storage that both share."""
+        via = value.device if isinstance(value, torch.Tensor) else self.store_buffer.device
         for part, planes in zip(self.parts, self.planes(self.store_buffer, self.low_buffer), strict=True):
             if any(p is placed for p in part.placed):
-                self._store(part, planes, placed, value, via=value.device)
+                if writes:
+                    self._store(part, planes, placed, value, via=via)
+                else:
+                    self._note_value(part, placed, value)
+
+    @staticmethod
+    def _note_value(
+        part: Part, placed: PlacedParameter, value: torch.Tensor | nf4.Quantised
+    ) -> torch.Tensor | nf4.Quantised:
+        """Sums the bits of a value that will be stored, and returns the value."""
+        if part.frozen and isinstance(value, torch.Tensor):
+            value = value.detach().to(part.dtype)  # as `from_pretrained` does; nothing keeps the bits that this drops
+        placed.value_sum = ops.value_sum(value)
+        return value
 
     def _store(
         self,
@@ -499,12 +516,13 @@ class Unit:
                 f"{placed.name} has shape {tuple(placed.parameter.shape)}, got {tuple(value.shape)}: load weights that "
                 "were saved from a model with the same config"
             )
+        value = self._note_value(part, placed, value)
         if part.wire in ops.PACKED:
             self._store_packed(part, planes, placed, value, via=via)
             return
         value = value.values() if isinstance(value, nf4.Quantised) else value.detach()
         if part.frozen:
-            value = value.to(part.dtype)  # as `from_pretrained` does; nothing keeps the bits that this drops
+            value = value.to(part.dtype)
         if part.direct or (part.viewable and value.dtype is part.dtype):  # nothing to round
             ops.copy_staged_(placed.view(planes.storage), value)
             if planes.low is not None:

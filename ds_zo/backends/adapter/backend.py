@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ds_zo.backends.adapter.base_hash import BaseHash
+from ds_zo.backends.adapter.base import FrozenBase
 from ds_zo.backends.adapter.streamed import StreamedBase
 from ds_zo.backends.adapter.trained import AdapterParameters, groups_of, resident_ids
 from ds_zo.backends.common.backend import StepOutcome
@@ -77,7 +77,7 @@ class AdapterBackend(RecomputedBackend):
         self._resident_parameters = ResidentParameters(
             resident, read=self._trained.read_full, write=self._trained.write_full
         )
-        self._base_hash = BaseHash(module, self._base)
+        self._frozen_base = FrozenBase(module, self._base)
         if dist.is_initialized() and dist.get_world_size(process_group) > 1:
             use_world_timeout(process_group, device)
         self._warn()
@@ -197,10 +197,10 @@ class AdapterBackend(RecomputedBackend):
     # Checkpoints and weights
 
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
-        """A snapshot without frozen parameters. It has the hash of the base and the optimizer's class, which a resumed
-        run must have too."""
+        """A snapshot without frozen parameters. It has a description of the base and the optimizer's class, which a
+        resumed run must have too."""
         found = super().snapshot(hold=hold, omit_frozen=True)
-        state = {**found.state(), "base": self._base_hash.description(), "optimizer": type(self.optimizer).__name__}
+        state = {**found.state(), "base": self._frozen_base.description(), "optimizer": type(self.optimizer).__name__}
         return Snapshot(found.pieces, lambda: state)
 
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
@@ -220,7 +220,7 @@ class AdapterBackend(RecomputedBackend):
                 "call load_checkpoint(load_optimizer_states=False)"
             )
         with reading_content(saved.folder, "its state"):
-            self._base_hash.check(base, folder=saved.folder)
+            self._frozen_base.check(base, folder=saved.folder)
         super().restore(saved, resume=resume, strict=strict)
         if resume:
             self.optimizer.load_state_dict(optimizer)

@@ -135,14 +135,19 @@ class FrozenModuleState(RecomputedModuleState):
     def __init__(self, block_store: FrozenBlockStore, module: nn.Module) -> None:
         self.master_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: None
         """Returns the float32 master of a trained parameter, which a caller may change. None: it has none."""
-        self.num_writes = 0
-        """Number of times that weights were written by name, or handed out where a user may write to them."""
+        self._changed: set[int] = set()
+        """Ids of units whose stored bytes were written to, or handed out where a user may write to them."""
         super().__init__(block_store, module)
 
     def refresh(self, parameter: nn.Parameter) -> None:
         super().refresh(parameter)
         unit, _ = self._placement_of[id(parameter)]
-        self.num_writes += not self._is_read_whole(unit)  # p.data is a view of the stored bytes, no copy
+        if not self._is_read_whole(unit):  # p.data is a view of the stored bytes, no copy
+            self._changed.add(id(unit))
+
+    def may_be_changed(self, unit: Unit) -> bool:
+        """Whether the stored bytes may be other ones than those that the unit has encoded."""
+        return id(unit) in self._changed
 
     def _is_read_whole(self, unit: Unit) -> bool:
         return not unit.viewable
@@ -153,7 +158,6 @@ class FrozenModuleState(RecomputedModuleState):
             return {id(p.parameter): p.parameter.detach().to("cpu", copy=True) for p in unit.placed}
 
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        self.num_writes += 1
         forget_source(self._module, parameter)
         super().write(parameter, value)
         master = self.master_of(parameter)
@@ -164,7 +168,8 @@ class FrozenModuleState(RecomputedModuleState):
         return (self.read(self._parameters[name]) if name in self._parameters else value).cpu()
 
     def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-        self.num_writes += 1
+        if name in self._parameters:
+            self._changed.add(id(self._placement_of[id(self._parameters[name])][0]))
         super().write_stored(name, target, value)
 
     def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:

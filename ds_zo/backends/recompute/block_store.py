@@ -345,8 +345,8 @@ class RecomputedModuleState(ModuleState):
         with self._block_store.rewriting(unit) as writes:
             if self._block_store.shards is not None and unit.is_sharded:
                 self._block_store.shards.write(unit, placed, value)
-            elif writes(unit):
-                unit.store_one(placed, value)
+            else:
+                unit.store_one(placed, value, writes=writes(unit))
         unit.bind_stored()
         self._block_store.runtime.invalidate_slots()
 

@@ -4,13 +4,13 @@ A checkpoint holds the planes as they are stored, the units' versions, and the l
 the same bits as the saved run, in every storage format.
 
 [Note: frozen base] A base that is stored as `frozen_dtype` says and was read from files is not written again. The
-checkpoint has its source and the hash of its stored bytes. A run that loads the checkpoint must have the same base.
+checkpoint has its source, its formats, and 64-bit sums of its values before they were encoded. So a base is compared
+with one in another format, and with the model's files. A run that loads the checkpoint must have the same base.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo import ops
+from ds_zo.backends.common.frozen_base import check_base, describe_base, refuse_base, sums_of_units
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.replay_log import CAPACITY
+from ds_zo.checkpoint import older_base
 from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.files import hash_json, hash_tensors
 from ds_zo.checkpoint.layout import (
@@ -49,7 +51,6 @@ class ZOCheckpoint:
         self._block_store = block_store
         self._module = module
         self._aliases = dict(aliases)
-        self._hashed: tuple[frozenset[str], str] | None = None
 
     # Saving
 
@@ -66,7 +67,7 @@ class ZOCheckpoint:
             torch.cuda.current_stream(block_store.device).synchronize()  # `_piece` waits for each unit's download
         state = {**self.facts(), "omitted": sorted(omitted), "rows": block_store.log.rows.cpu().clone()}
         if base:
-            state["base"] = {"source": source_of(self._module), "sha256": self._hash_of(omitted)}
+            state["base"] = self._describe_base(omitted)
         state["units"] = [{**describe(u), "version": u.version} for u in units]
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
         state["buffers"] = sorted(buffers)
@@ -151,34 +152,28 @@ class ZOCheckpoint:
 
         return Piece(tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)))
 
-    def _hash_of(self, names: set[str]) -> str:
-        """The hash of the stored bytes of these parameters. It is kept for the next call: 100 GB take minutes on one
-        core."""
-        key = frozenset(names)
-        if self._hashed is None or self._hashed[0] != key or not names <= self._block_store.base:
-            units = self._block_store.placement.units
-            with ThreadPoolExecutor() as threads:
-                hashes = threads.map(lambda unit: hash_tensors(_only(host_tensors(unit), names)), units)
-                self._hashed = (key, hash_json(list(hashes)))
-        return self._hashed[1]
+    def _describe_base(self, names: set[str]) -> dict[str, Any]:
+        units = self._block_store.placement.units
+        parts = [p for u in units for p in u.parts if p.frozen and any(placed.name in names for placed in p.placed)]
+        own = names & {placed.name for part in parts for placed in part.placed}
+        sums = sums_of_units(units, own, may_be_changed=lambda unit: True)
+        return describe_base(self._module, sums, (part.stored_as for part in parts))
 
     def _check_base(self, saved: Saved, omitted: set[str]) -> None:
         """Raises if the checkpoint was saved over another frozen base than this run's. See [Note: frozen base]."""
         base = saved.backend_state.get("base")
         if base is None:
             return
-        here = _storage(map(describe, self._block_store.placement.units), omitted)
-        if here != _storage(saved.backend_state["units"], omitted):
+        units = self._block_store.placement.units
+        if "sums" in base:
+            check_base(base, self._describe_base(set(base["sums"])), folder=saved.folder)
+        elif _storage(map(describe, units), omitted) != _storage(saved.backend_state["units"], omitted):
             logger.warning(
                 f"ds_zo: the frozen base of checkpoint {saved.folder} is not compared with this run's, because it was "
                 f"stored in another format; the run that saved it read {base['source']}"
             )
-        elif base["sha256"] != (found := self._hash_of(omitted)):
-            raise CheckpointError(
-                f"checkpoint {saved.folder} has no frozen weights and needs the base that its run read from "
-                f"{base['source']} (sha256 {base['sha256'][:16]}), got another base (sha256 {found[:16]}): load the "
-                "model from that folder"
-            )
+        elif base["sha256"] != older_base.hash_of_units(units, omitted):
+            refuse_base(base, folder=saved.folder, found=source_of(self._module))
 
     def _steps_to_fold(self, unit: Unit) -> int:
         """Steps until the unit's next fold. Units that the snapshot copies come last, because no fold waits for them to
@@ -293,8 +288,8 @@ class ZOCheckpoint:
                     continue
                 unit, placed = where[there.name]
                 block_store.base.discard(placed.name)
-                if placed.parameter.shape == there.parameter.shape and writes(unit):
-                    unit.store_one(placed, value)
+                if placed.parameter.shape == there.parameter.shape:
+                    unit.store_one(placed, value, writes=writes(unit))
         for unit in block_store.placement.units:
             unit.rewritten(block_store.log.length)
             unit.bind_stored()
@@ -304,10 +299,6 @@ def _without(tensors: Mapping[str, torch.Tensor], omitted: set[str]) -> Mapping[
     """The tensors of parameters that are not omitted. A tensor's name is its parameter's, with `:plane` after it for
     planes besides the storage."""
     return {name: value for name, value in tensors.items() if name.partition(":")[0] not in omitted}
-
-
-def _only(tensors: Mapping[str, torch.Tensor], names: set[str]) -> Mapping[str, torch.Tensor]:
-    return {name: value for name, value in tensors.items() if name.partition(":")[0] in names}
 
 
 def _storage(descriptions: Iterable[Mapping[str, Any]], names: set[str]) -> dict[str, tuple[str, list[int]]]:

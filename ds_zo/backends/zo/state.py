@@ -97,8 +97,7 @@ class ReplayedState(ModuleState):
         unit, placed = self._placement_of[id(parameter)]
         self._materialiser.fold_now(unit)
         with self._block_store.rewriting(unit) as writes:
-            if writes(unit):
-                unit.store_one(placed, value)
+            unit.store_one(placed, value, writes=writes(unit))
         self._block_store.base.discard(placed.name)
         unit.bind_stored()
         self._materialiser.runtime.invalidate_slots()
