@@ -453,8 +453,8 @@ def _quality(names: Mapping[str, str], *, lsp: Mapping[str, str] | None = None) 
     tasks = [TASKS[key] + (", perplexity" if key == "alpaca" else "") for key in keys]
     ours = {method: _lsp_rows(method, SMOLLM) for method in lsp or {}}
     for method, found in ours.items():
-        cells = [[row["after"] for row in found if row["task"] == key] for key in keys]
-        shown.append([(lsp or {})[method], "0.0001", "120", *map(_mean_and_deviation, cells)])
+        scores = [[row["after"] for row in found if row["task"] == key] for key in keys]
+        shown.append([(lsp or {})[method], "0.0001", "120", *map(_mean_and_deviation, scores)])
     conditions = (
         f"{SMOLLM} on one H200: percent right on test, for Alpaca perplexity. A step has 16 texts, with ZO and MeZO "
         "8. Methods with gradients clip them at 1.0, except AdaLOMO. Models are in float32 with TF32; ZO in bf16 or "
