@@ -45,7 +45,7 @@ SUPPORTED = {
     "accelerate": Range("1.10", "1.16"),
     "peft": Range("0.18", "0.22"),
 }
-"""The one table of supported versions. `pyproject.toml` and docs/versions.md say the same, and a test compares them."""
+"""The one table of supported versions. `pyproject.toml` and docs/support.md say the same, and a test compares them."""
 
 
 def parse(version: str) -> Release:

@@ -3,7 +3,7 @@
 #   bash launch/clients.sh                     all clients, each in an environment of its own below runs/clients
 #   bash launch/clients.sh trl llamafactory    these
 #   bash launch/clients.sh --ci                the fastest, in the environment of launch/test.sh
-#   bash launch/clients.sh --record            all, and docs/clients.md is written anew
+#   bash launch/clients.sh --record            all, and docs/integrations.md is written anew
 # Needs the .venv of launch/test.sh, and the network for the first run of a client.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"

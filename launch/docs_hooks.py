@@ -21,6 +21,12 @@ PLACE = "repository"
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 KEYS = re.compile(r"<!-- keys of (\S+) -->")
 MOVED = {
+    "versions": "support.html#versions",
+    "run_without_import": "integrations.html#without-an-import-line",
+    "clients": "integrations.html#other-programs",
+    "troubleshooting": "help.html",
+    "faq": "help.html#questions",
+    "limits": "help.html#limits",
     "planning": "choose.html#what-fits-on-my-card-and-how-fast",
     "records": "benchmarks.html",
 }

@@ -2,7 +2,7 @@
 
     bash launch/versions.sh                  # every corner of launch/corners.txt without a result of this commit
     bash launch/versions.sh --only oldest    # one corner, again
-    bash launch/versions.sh --render         # writes docs/versions.md from the rows, runs nothing
+    bash launch/versions.sh --render         # writes docs/support.md from the rows, runs nothing
 
 Each corner has an environment of its own, which a later run uses again. An interrupted run goes on where it ended. Rows
 are in benchmarks/results/cpu_versions.jsonl. It needs the standard library alone.
@@ -26,7 +26,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[1]
 CORNERS = REPO / "launch" / "corners.txt"
 ROWS = REPO / "benchmarks" / "results" / "cpu_versions.jsonl"
-PAGE = REPO / "docs" / "versions.md"
+PAGE = REPO / "docs" / "support.md"
 BEGIN, END = "<!-- versions: written by `bash launch/versions.sh`, not by hand -->", "<!-- end of versions -->"
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft")
 SMOKE_PACKAGES = ("datasets", "greenlet", "numpy", "pydantic", "pytest", "safetensors", "tqdm")
@@ -149,7 +149,7 @@ def supported() -> dict[str, Any]:
 
 
 def tables(rows: dict[str, dict[str, Any]]) -> str:
-    """The generated part of docs/versions.md: supported ranges, and the outcome of each corner."""
+    """The generated part of docs/support.md: supported ranges, and the outcome of each corner."""
     lines = ["| package | supported | refused |", "| --- | --- | --- |"]
     for package, found in supported().items():
         lines.append(f"| {package} | {found} | {f'<{found.fails_below}' if found.fails_below else ''} |")
@@ -179,13 +179,13 @@ def main() -> None:
     corners = read_corners()
     parser = argparse.ArgumentParser(
         prog="bash launch/versions.sh",
-        description="Runs tests/smoke.txt with the versions of launch/corners.txt, and writes docs/versions.md.",
+        description="Runs tests/smoke.txt with the versions of launch/corners.txt, and writes docs/support.md.",
         epilog="example: bash launch/versions.sh --only oldest",
     )
     parser.add_argument("--only", metavar="CORNER", nargs="+", choices=corners, help=f"run these: {', '.join(corners)}")
     default = REPO / "runs" / "versions"
     parser.add_argument("--environments", type=Path, default=default, help="folder of environments: 1 GB each")
-    parser.add_argument("--render", action="store_true", help="write docs/versions.md from the rows, run nothing")
+    parser.add_argument("--render", action="store_true", help="write docs/support.md from the rows, run nothing")
     args = parser.parse_args()
     chosen: list[str] = [] if args.render else args.only or list(corners)
     failed = False

@@ -370,7 +370,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_troubleshooting_quotes_messages_that_exist() -> None:
-    quoted = re.findall(r"\*\*`([^`]+)`\*\*", (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
+    quoted = re.findall(r"\*\*`([^`]+)`\*\*", (REPO / "docs" / "help.md").read_text(encoding="utf-8"))
     assert len(quoted) >= 8
     messages = [text for path in (REPO / "ds_zo").rglob("*.py") for text in strings_of(path)]
     assert [words for words in quoted if not any(words in message for message in messages)] == []

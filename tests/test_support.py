@@ -9,7 +9,8 @@ from support_matrix import CELLS, PAGE, REFUSED, TRAINS, outcomes, page, read_ro
 
 
 def test_the_page_is_made_from_the_rows() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(read_rows())
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == page(read_rows(), text)
 
 
 def test_a_status_needs_a_row_that_says_so() -> None:

@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=REPO / "runs" / "clients", help="environments and runs go here")
     parser.add_argument("--only", metavar="TASK:BACKEND", help="this case alone, such as sft:zo")
     parser.add_argument("--ci", action="store_true", help="`trl sft` with ZO alone, in the environment of the tests")
-    parser.add_argument("--record", action="store_true", help="write the rows and the page docs/clients.md")
+    parser.add_argument("--record", action="store_true", help="write the rows and the page docs/integrations.md")
     parser.add_argument("--page", action="store_true", help="write the page from the rows; run nothing")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("error: stopped"))  # ends the client's processes too
@@ -85,7 +85,7 @@ def main() -> None:
             sys.exit(f"error: --only must name a case of {', '.join(names)}, got {args.only}: such as sft:zo")
         print(summary(rows))
     if args.record or args.page:
-        PAGE.write_text(page(CLIENTS, read_rows(ROWS)), encoding="utf-8")
+        PAGE.write_text(page(CLIENTS, read_rows(ROWS), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     if failed:
         sys.exit(f"error: pip could not install {', '.join(failed)}, see above")
     if any(row[stage] != "passed" for row in rows for stage in STAGES if stage in row):

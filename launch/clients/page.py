@@ -1,4 +1,4 @@
-"""Rows of what ran, and the page docs/clients.md made of them."""
+"""Rows of what ran, and the part of docs/integrations.md made of them."""
 
 from __future__ import annotations
 
@@ -12,45 +12,27 @@ from clients.environment import REPO
 from clients.training import WITH_PLUGIN
 
 ROWS = REPO / "benchmarks" / "results" / "cpu_clients.jsonl"
-PAGE = REPO / "docs" / "clients.md"
+PAGE = REPO / "docs" / "integrations.md"
 STAGES = ("train", "resume", "export", "evaluate")
 
+BEGIN, END = "<!-- clients: written by `bash launch/clients.sh --page`, not by hand -->", "<!-- end of clients -->"
+
 HEAD = f"""\
-# LLaMA-Factory, TRL's CLI and other programs
-
-<!-- Written by `bash launch/clients.sh --page`, not by hand. -->
-
-A program that is not yours needs no `import ds_zo`. Install ds_zo into the program's environment, give the program a
-JSON of ds_zo as its DeepSpeed config, and put `ds-zo run --` before its command:
-see [Without an import line](run_without_import.md).
-
-## What was tested
-
 `bash launch/clients.sh` installs each program from its pinned release into an environment of its own. It runs the
 program unmodified on the CPU, with a tiny LLaMA in float32.
 
 - **train**: {NUM_STEPS} steps. The start-up table of ds_zo is in the log, every loss is finite, and the weights change.
-- **resume**: a second run continues from the checkpoint of step {SAVE_STEPS}. Its losses and its final weights are
-  those of the uninterrupted run, bit for bit.
+- **resume**: a second run continues from the checkpoint of step {SAVE_STEPS}. Losses and final weights are those of the
+  uninterrupted run, bit for bit.
 - **export**: `ds-zo export` of the last checkpoint gives the weights of the program's own final save, bit for bit.
 - **evaluate**: log-likelihoods of an exported model agree with plain PyTorch within 1e-4.
 
 """
 JSONS = """
-## The JSON
+All programs but ms-swift take the JSONs below. Trainer, which they all use, fills in each `"auto"` from the program's
+own settings: set a [learning rate for the method](recipes.md#learning-rates-to-start-from) there. A real model takes a
+`subspace_dim` of 512, and no `writeback_interval`. For LOMO and AdaLOMO add `max_grad_norm: 0` to the program's file.
 
-All programs but ms-swift take these JSONs. Trainer, which they all use, fills in each `"auto"` from the program's own
-settings. Set the learning rate there, as with AdamW: [Choose a method](choose.md) has the rates to start from. Rates
-and sizes on this page suit the tiny model of the test only. A real model takes a `subspace_dim` of 512, and no
-`writeback_interval`.
-
-For LOMO and AdaLOMO add `max_grad_norm: 0` to the program's file; all these programs, Axolotl too, have this key.
-Trainer's default is 1.0, which it writes in place of `"gradient_clipping": "auto"`. LOMO and AdaLOMO then take a second
-backward pass in each step.
-
-"""
-TAIL = """
-The rows are in [cpu_clients.jsonl](../benchmarks/results/cpu_clients.jsonl).
 """
 
 
@@ -79,18 +61,29 @@ def _table(heads: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *cells))
 
 
-def page(clients: Mapping[str, Client], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The page. It has a row for each pair of client and task, and a section for each client."""
+def page(clients: Mapping[str, Client], rows: Sequence[Mapping[str, Any]], text: str) -> str:
+    """The page `text` with its part between the markers made anew: a row for each pair of client and task, and a folded
+    section for each client."""
     cells = []
     for name, client in clients.items():
         for task in client.commands:
             ran = [row for row in rows if (row["client"], row["task"], row["version"]) == (name, task, client.version)]
             cells.append([f"{client.title} {client.version}", task, *(_outcome(ran, stage) for stage in STAGES)])
-    parts = [HEAD, _table(("program", "task", *STAGES), cells), "\n\n", _versions(clients, rows), TAIL, JSONS]
-    for backend, config in CONFIGS.items():
-        parts += [f"`ds_config.json` of {backend}:\n", _block("json", "fragment: ds_config.json", _lines(config)), "\n"]
-    parts += [_section(name, client) for name, client in clients.items()]
-    return "".join(parts)
+    parts = [HEAD, _table(("program", "task", *STAGES), cells), "\n", JSONS]
+    jsons = (
+        f"`ds_config.json` of {backend}:\n{_block('json', 'fragment: ds_config.json', _lines(config))}"
+        for backend, config in CONFIGS.items()
+    )
+    parts.append(_folded("The JSONs", "\n".join(jsons)))
+    parts += [_folded(client.title, _section(name, client)) for name, client in clients.items()]
+    link = f"[cpu_clients.jsonl](../{ROWS.relative_to(REPO).as_posix()})"
+    parts.append(_folded("Versions and rows", f"{_versions(clients, rows)}\nRows: {link}\n"))
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{''.join(parts)}{END}{rest.split(END)[1]}"
+
+
+def _folded(title: str, text: str) -> str:
+    return f'<details markdown="1">\n<summary>{title}</summary>\n\n{text.strip()}\n\n</details>\n\n'
 
 
 def _outcome(rows: Sequence[Mapping[str, Any]], stage: str) -> str:
@@ -116,7 +109,7 @@ def _section(name: str, client: Client) -> str:
         lines.append(f"# Continue from step {SAVE_STEPS}:\n{lines[0]} {client.resume}")
     if client.trains:
         lines.append(f"ds-zo export out/checkpoint-{NUM_STEPS} exported --tokenizer model")
-    parts = [f"\n## {client.title}\n", client.about, _block("bash", f"needs: {client.title}", "\n".join(lines) + "\n")]
+    parts = [client.about, _block("bash", f"needs: {client.title}", "\n".join(lines) + "\n")]
     files = dict(client.files)
     if client.own_optimizer:
         files["ds_config.json"] = _lines(client.config("zo"))

@@ -217,52 +217,32 @@ def status(cell: Cell, rows: Mapping[str, Mapping[Cell, str]]) -> str:
     return f"tested on {' and '.join(trained)}" if trained else "untested"
 
 
-HEAD = """# Support matrix
-
-<!-- Written by `PYTHONPATH=.:tests python tests/helpers/support_matrix.py --render`, not by hand. -->
-
-Each cell is one run of a small model of the family: real architecture, random weights, float32, ZeRO stage 0.
-The run makes {steps} steps through `deepspeed.initialize`.
-A cell counts as tested if the losses are finite, the weights change, and all ranks hold the same weights.
-A streamed run must also upload blocks from host memory and agree with the resident run: on a CPU every weight
-within 1e-6, on a GPU every loss within 0.1%.
-
-| status | meaning |
-| --- | --- |
-| tested on CPU and GPU | The run passed on a CPU and on a CUDA GPU. |
-| tested on CPU | The run passed on a CPU. CI repeats it for every commit. No run on a GPU is recorded. |
-| refused | `deepspeed.initialize` stops with an error that names the setting and the remedy. |
-| fails on | The run was refused nowhere, and it did not pass there. |
-| untested | No run of this cell is recorded. |
-
-*Resident* means that the weights stay on the device. *Streamed* means `"offload_param": {{"device": "cpu"}}`: the
-blocks stay in host memory and are copied to the device for use. Two ranks use the gloo backend on one machine.
-LSP runs Adam on the CPU (`offload_optimizer`) in every cell. LSP streams on one rank only, and a streamed LOMO,
-AdaLOMO, LSP or Adapter refuses a loss on router logits, because router logits are not outputs of a block. Adapter is
-[AdamW on PEFT's LoRA](adapters.md) of all linear layers. There the weights that must change and agree are those of
-LoRA, and the base that streams is frozen.
-"""
-TAIL = """
-The runs check that a family trains. Other tests check that each backend equals a plain reference, in more dtypes and
-settings; [exactness.md](exactness.md) lists them. A family that is missing here may work: streaming finds the repeated
-blocks of any `nn.Module`.
-
-The rows are in the folder `benchmarks/results`, one file a device: {files}.
-`PYTHONPATH=.:tests python tests/helpers/support_matrix.py --device gpu` adds the rows of a GPU.
-"""
+BEGIN = "<!-- matrix: written by `PYTHONPATH=.:tests python tests/helpers/support_matrix.py --render`, not by hand -->"
+END = "<!-- end of matrix -->"
 
 
-def page(rows: Mapping[str, Mapping[Cell, str]]) -> str:
-    parts = [HEAD.format(steps={3: "three"}.get(NUM_STEPS, NUM_STEPS))]
-    for backend in BACKENDS:
-        columns = list(itertools.product(PLACEMENTS, RANKS))
-        titles = [f"{place}, {'one rank' if ranks == 1 else 'two ranks'}" for place, ranks in columns]
-        parts.append(f"\n## {backend}\n\n| family | {' | '.join(titles)} |\n|{' --- |' * (len(columns) + 1)}\n")
-        for family, title in FAMILIES.items():
-            words = [status((family, backend, place, ranks), rows) for place, ranks in columns]
-            parts.append(f"| {title} | {' | '.join(words)} |\n")
-    parts.append(TAIL.format(files=", ".join(f"`{ROWS[device].name}`" for device in rows)))
-    return "".join(parts)
+def page(rows: Mapping[str, Mapping[Cell, str]], text: str) -> str:
+    """The page `text` with the table between its markers made from the rows."""
+    lines = [f"| family | {' | '.join(BACKENDS)} |", f"|{' --- |' * (len(BACKENDS) + 1)}"]
+    lines += [
+        f"| {title} | {' | '.join(_in_words(family, backend, rows) for backend in BACKENDS)} |"
+        for family, title in FAMILIES.items()
+    ]
+    files = ", ".join(f"`{ROWS[device].name}`" for device in rows)
+    made = "\n".join([*lines, "", f"Rows: {files} in `benchmarks/results`."])
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.split(END)[1]}"
+
+
+def _in_words(family: str, backend: str, rows: Mapping[str, Mapping[Cell, str]]) -> str:
+    """The status that most of the four cells have, and each cell that differs."""
+    places = list(itertools.product(PLACEMENTS, RANKS))
+    found = {(place, ranks): status((family, backend, place, ranks), rows) for place, ranks in places}
+    usual = max(found.values(), key=list(found.values()).count)
+    names = {cell: f"{cell[0]} on {'one rank' if cell[1] == 1 else 'two ranks'}" for cell in places}
+    if found["streamed", 1] == found["streamed", 2] != usual:
+        return f"{usual}; streamed: {found['streamed', 1]}"
+    return "; ".join([usual, *(f"{names[cell]}: {words}" for cell, words in found.items() if words != usual)])
 
 
 def main() -> None:
@@ -279,7 +259,7 @@ def main() -> None:
         write_rows(args.device, found)
         faults = {cell: text for cell, text in found.items() if text not in (TRAINS, REFUSED)}
         print("\n".join(f"{cell}: {text}" for cell, text in faults.items()) or f"{len(found)} cells, no fault")
-    PAGE.write_text(page(read_rows()), encoding="utf-8")
+    PAGE.write_text(page(read_rows(), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

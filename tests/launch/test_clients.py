@@ -1,4 +1,4 @@
-"""docs/clients.md says what `launch/clients.sh` recorded. CI runs one client by `launch/clients.sh --ci`."""
+"""docs/integrations.md says what `launch/clients.sh` recorded. CI runs one client by `launch/clients.sh --ci`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from ds_zo.config import backend_of
 
 
 def test_the_page_is_made_from_the_rows() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(CLIENTS, read_rows(ROWS))
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == page(CLIENTS, read_rows(ROWS), text)
 
 
 @pytest.mark.parametrize("name", CLIENTS)
