@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import best_rates
-from ds_zo.config import backend_of
+from ds_zo.config import backend_of, with_section_on_top
 from ds_zo.planner import Estimate, Plan, plan
 from ds_zo.records.prose import WIDTH
 from ds_zo.records.rows import Row, read_objects, table
@@ -109,7 +109,7 @@ class Recipe:
 
     @property
     def stream(self) -> dict[str, Any]:
-        section: dict[str, Any] = self.config.get("ds_zo", {}).get("stream", {})
+        section: dict[str, Any] = with_section_on_top(self.config).get("ds_zo", {}).get("stream", {})
         return {key: value for key, value in section.items() if value is not None}
 
     @property
@@ -122,7 +122,7 @@ class Recipe:
     def params(self) -> dict[str, Any]:
         """The optimizer's parameters that change a plan."""
         params = self.config["optimizer"]["params"]
-        return {key: params[key] for key in ("subspace_dim", "projector") if key in params}
+        return {key: params[key] for key in ("subspace_dim", "projector", "edge") if key in params}
 
     @property
     def measured(self) -> tuple[Measured, ...]:
@@ -155,7 +155,8 @@ def _own_row(recipe: Recipe) -> Measured | None:
     """The last row of `recipe_speed` with the JSON as it is now."""
     rows = read_objects(RESULTS / OWN_ROWS) if (RESULTS / OWN_ROWS).exists() else []
     mine = [row for row in rows if row["case"] == recipe.file and row["status"] == "ok"]
-    same = [row for row in mine if row["params"]["config"] == recipe.config]
+    written = with_section_on_top(recipe.config)
+    same = [row for row in mine if with_section_on_top(row["params"]["config"]) == written]
     return Measured(OWN_ROWS, same[-1]["run_id"], recipe.file) if same else None
 
 

@@ -22,6 +22,7 @@ from ds_zo.config import backend_of, resolve
 REPO = Path(__file__).parents[1]
 STOCK = REPO / "ds_configs" / "zero_offload.json"
 Captured = pytest.CaptureFixture[str]
+BUCKETS = {"stage": 2, "overlap_comm": True, "contiguous_gradients": True, "reduce_bucket_size": 500_000_000}
 
 
 def written(folder: Path, config: Any) -> str:
@@ -55,7 +56,7 @@ def test_the_plan_chooses_streaming_for_the_card(gb: float, streams: bool, tmp_p
     said = capsys.readouterr()
     new = json.loads(said.out)
     assert resolve(new).stream == streams
-    assert new.get("ds_zo", {}).get("stream", {}) == ({"device_memory_gb": gb} if streams else {})
+    assert new["zero_optimization"].get("ds_zo", {}).get("stream", {}) == ({"device_memory_gb": gb} if streams else {})
     assert f"2 x 16 tokens, bf16, one process, a GPU of {gb:g} GB" in said.err
     assert f"plan: {'streamed' if streams else 'resident'}: " in said.err and "tokens/s" in said.err
     assert "gradient_clipping adds another" in said.err
@@ -96,6 +97,23 @@ def test_check_names_the_backend_and_what_has_no_effect(tmp_path: Path, capsys: 
                 "no effect: optimizer.params.betas",
                 'note: Trainer or Accelerate must replace "auto" in train_micro_batch_size_per_gpu, '
                 "optimizer.params.lr; plain DeepSpeed does not",
+            ],
+        ),
+        (
+            {
+                "optimizer": {"type": "LOMO", "params": {"lr": 2e-5}},
+                "gradient_clipping": 0,
+                "zero_optimization": BUCKETS,
+            },
+            [
+                "backend: lomo, resident",
+                "valid",
+                "no effect: zero_optimization.stage",
+                "no effect: zero_optimization.overlap_comm",
+                "no effect: zero_optimization.contiguous_gradients",
+                "no effect: zero_optimization.reduce_bucket_size",
+                "warning: LOMO trains at learning rates of about 0.01 to 0.1, got 2e-05, which is far below them; "
+                "AdamW's rates do not suit it; start from 0.01 without gradient_clipping (optimizer.params.lr)",
             ],
         ),
         (
@@ -142,8 +160,14 @@ def test_keys_that_deepspeed_has_removed_are_removed(tmp_path: Path, capsys: Cap
             ["--check"],
             "no ds_zo.backend",
         ),
-        ({"optimizer": ZO, "elasticity": {"enabled": False}}, ["--check"], "(elasticity)"),
+        ({"optimizer": ZO, "elasticity": {"enabled": False}}, ["--check"], "removed elasticity, got"),
         ({"optimizer": {"type": "LOMMO", "params": {}}}, ["--check"], 'did you mean "LOMO"?'),
+        ({"optimizer": {"type": "AdaLomoo", "params": {}}}, ["--check"], 'did you mean "AdaLOMO"?'),
+        (
+            {"optimizer": {"type": "LOMO"}, "gradient_accumulation_steps": 4},
+            ["--check"],
+            "another optimizer.type alone is not enough",
+        ),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-5"}}}, ["--check"], "write 1e-5 without quotes"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-5"}}}, ["--to", "zo"], "(optimizer.params.lr)"),
         ({"zero_optimization": {"stage": 4}}, ["--check"], "(zero_optimization.stage)"),

@@ -36,8 +36,8 @@ def test_plan_of_a_folder_with_nothing_but_a_config(tmp_path: Path, capsys: pyte
     assert found["batch"] == 2 and found["num_blocks"] == 3
     planned = {e["contender"]: e for e in found["estimates"]}
     assert planned["zo"]["fits"] is True and "lsp" in planned
-    assert planned["zo"]["config"]["ds_zo"] == {"stream": json.loads(stream[1])}
-    assert "ds_zo" not in planned["lomo"]["config"]
+    assert planned["zo"]["config"]["zero_optimization"]["ds_zo"] == {"stream": json.loads(stream[1])}
+    assert "ds_zo" not in planned["lomo"]["config"]["zero_optimization"]
     assert found["scaled"][0]["gpus"] == 100 and found["scaled"][0]["fits"] == "no: host"  # 100 processes on it
 
 
@@ -50,14 +50,14 @@ def test_plan_of_one_backend_shows_parts_and_json(capsys: pytest.CaptureFixture[
     assert "1 of 2 blocks streamed, master wire" in shown and "logits" in shown and "2 machines" in shown
     config = json.loads(next(line for line in shown.splitlines() if "JSON" in line).partition("JSON")[2])
     assert config["optimizer"]["params"] == {"lr": 1e-5, "zo_eps": 1e-3, **own}, "of a small model"
-    assert config["ds_zo"] == {"stream": stream} and resolve(config, world_size=1).stream
+    assert config["zero_optimization"]["ds_zo"] == {"stream": stream} and resolve(config, world_size=1).stream
     command = ["plan", "--model", "random:opt-tiny", "--backend", "lomo", "--seq", "32", "--json"]
     least_gb = 0.26844  # the margin: nothing can stay
     told = ["--stream", json.dumps({"device_memory_gb": least_gb}), "--params", '{"clip_grad_value": 0.5}']
     assert main([*command, "--device-memory-gb", "24", *told]) == 0
     (lomo,) = json.loads(capsys.readouterr().out)["estimates"]
     assert lomo["setting"].startswith("2 of 2 blocks streamed") and not lomo["fits"]
-    assert lomo["config"]["ds_zo"]["stream"]["device_memory_gb"] == least_gb
+    assert lomo["config"]["zero_optimization"]["ds_zo"]["stream"]["device_memory_gb"] == least_gb
     assert lomo["config"]["optimizer"]["params"] == {"lr": 1e-2, "clip_grad_value": 0.5}
 
 
@@ -80,7 +80,7 @@ def test_plan_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--model", str(tmp_path / "gpt2")], "learned positions (transformer.wpe) for 12 tokens, got 16 (--seq)"),
         (["--model", "random:opt-7b"], "unknown shape 'opt-7b'; there are opt-tiny"),
         (["--stream", "{"], "must be a JSON object, got '{'"),
-        (["--params", "[1]", "--backend", "zo"], "write {...} (--params)"),
+        (["--params", "[1]", "--backend", "zo"], "it must be an object, got [1] (--params)"),
         (["--stream", '{"device_slot": 3}'], 'did you mean "device_slots"? (ds_zo.stream.device_slot)'),
         (["--params", '{"zoeps": 1}', "--backend", "zo"], 'did you mean "zo_eps"? (optimizer.params.zoeps)'),
         (["--host-memory-gb", "0"], "memory must be > 0 GB, or left out for any amount, got 0 (--host-memory-gb)"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from typing import Any
 
 import pytest
@@ -347,7 +348,8 @@ def test_malformed_is_one_line_with_rule_value_remedy_and_place(
         resolve(edited(base(kind), edits))
     message = str(caught.value)
     assert "\n" not in message
-    assert message.endswith(f"({location})")
+    named = len(re.findall(rf"(?<![\w.]){re.escape(location)}(?!\w|\.\w)", message))
+    assert named == 1 if message.endswith(f"({location})") else named, message
     assert caught.value.location == location
     assert all(word in message for word in words), message
     assert ";" in message or ":" in message, f"no remedy in: {message}"
@@ -407,7 +409,7 @@ def test_params_of_the_section_are_those_of_its_backend() -> None:
 
 
 def test_client_optimizer_beside_an_optimizer_block_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r'"ds_zo": \{"backend": "zo"\} \(optimizer.type\)'):
+    with pytest.raises(ConfigError, match=r'"ds_zo": \{"backend": "zo"\}'):
         resolve(base(), client_optimizer=True)
 
 
@@ -585,7 +587,7 @@ def test_stock_offload_json_with_only_the_type_edited(kind: str) -> None:
         "optimizer.params.betas",
         "optimizer.params.eps",
         "optimizer.params.torch_adam",
-        "zero_optimization.offload_optimizer",
+        *(f"zero_optimization.{key}" for key in STOCK_ZERO_OFFLOAD["zero_optimization"]),
     )
     assert config.optimizer.lr == 3e-5
     assert "AdamW's rates do not suit it" in str(far_rate(config, 3e-5, at="lr", num_trained=7 * 10**9))
@@ -702,7 +704,7 @@ def test_the_section_may_stand_in_zero_optimization(backend: str) -> None:
 
 
 def test_an_optimizer_block_spelt_another_way_is_never_ignored() -> None:
-    with pytest.raises(ConfigError, match=r'write "optimizer" \(optimiser\)$'):
+    with pytest.raises(ConfigError, match=r'write "optimizer"$'):
         backend_of({"optimiser": {"type": "ZO"}})
     assert backend_of({"optimiser": {"type": "AdamW"}}) is None
     assert backend_of({"_optimizer": {"type": "ZO"}}) is None, "switched off"
@@ -741,7 +743,7 @@ def test_stock_configurations_name_none_of_ours(config: Any) -> None:
 @pytest.mark.parametrize("section", [3, [], False, "", "auto"])
 def test_a_section_that_is_no_object_is_never_taken_for_a_stock_configuration(section: Any) -> None:
     for config in ({"ds_zo": section}, {"zero_optimization": {"ds_zo": section}}):
-        with pytest.raises(ConfigError, match=r"ds_zo must be an object, got .*\(ds_zo\)$"):
+        with pytest.raises(ConfigError, match=r"^ds_zo must be an object, got "):
             backend_of(config)
 
 
@@ -754,7 +756,7 @@ def test_a_wrong_backend_name_is_never_taken_for_a_stock_configuration(name: Any
 @pytest.mark.parametrize("key", ["ds-zo", "dszo", "DS_ZO", "ds_zoo"])
 def test_a_section_spelt_another_way_is_never_ignored(key: str) -> None:
     for config in ({key: {"backend": "zo"}}, {**base("ZO"), key: {}}):
-        with pytest.raises(ConfigError, match=rf'write "ds_zo" \({key}\)$'):
+        with pytest.raises(ConfigError, match=r'write "ds_zo"$'):
             backend_of(config)
 
 

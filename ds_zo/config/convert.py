@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-from ds_zo.config.draft import Change, Draft
+from ds_zo.config.draft import SECTION_AT, Change, Draft
 from ds_zo.config.errors import ConfigError, shown, type_remedy
 from ds_zo.config.learning_rates import StartingRate, starting_rate
 from ds_zo.config.optimizers import STOCK_PARAMS
 from ds_zo.config.registry import entry_of, unknown_optimizer
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
-from ds_zo.config.rules import REFUSED, check_top_level, far_rate
+from ds_zo.config.rules import READ_OF_PLACES, READ_OF_ZERO, REFUSED, UNREAD, check_top_level, far_rate
 from ds_zo.config.section import NEED_STREAMING
 from ds_zo.config.stock import block, is_on, lookup, optimizer_params, read_stock
 from ds_zo.versions import REMOVED_FEATURES
@@ -32,19 +32,6 @@ _ZERO_REASONS = {
     "sub_group_size": "it divides the work of ZeRO's optimizer, which {type} does not run",
 }
 """Reasons to remove a key of `zero_optimization`, where it is not `_NO_ZERO`."""
-_REDUCTION = "it belongs to DeepSpeed's own reduction of gradients, which {type} does not use"
-_UNUSED = {
-    "zero_allow_untested_optimizer": "no optimizer is wrapped by ZeRO here",
-    "aio": "it configures NVMe, which no backend of ds_zo uses",
-    "autotuning": "it searches settings of ZeRO",
-    "communication_data_type": _REDUCTION,
-    "data_types": _REDUCTION,
-    "disable_allgather": _REDUCTION,
-    "gradient_allreduce_op": _REDUCTION,
-    "gradient_predivide_factor": _REDUCTION,
-    "prescale_gradients": _REDUCTION,
-}
-"""Top-level keys of DeepSpeed that no backend reads, with the reason to remove them."""
 _FILLED = ("lr", "weight_decay", "betas", "eps")
 """Keys of `optimizer.params` in which Trainer or Accelerate replace "auto". They refuse it in keys of ours."""
 PEAK_RATES = {
@@ -193,6 +180,9 @@ def _write_zero_as_object(draft: Draft) -> None:
     for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
         if draft.get(f"zero_optimization.{old}") is True and not draft.has(f"zero_optimization.{new}"):
             draft.set(f"zero_optimization.{new}", _ON_HOST, f"the present name of {old}")
+    if draft.config.get("ds_zo"):
+        draft.set(SECTION_AT, draft.config["ds_zo"], "without `import ds_zo` DeepSpeed refuses it there")
+    draft.remove("ds_zo", "it is read in one place")
 
 
 def _remove_refused(draft: Draft) -> None:
@@ -201,7 +191,7 @@ def _remove_refused(draft: Draft) -> None:
             draft.remove(path, text.partition(";")[0])
     for path in REMOVED_FEATURES:
         draft.remove(path, "DeepSpeed 0.19.8 removed the feature, and {type} does not have it")
-    for key, why in _UNUSED.items():
+    for key, why in UNREAD.items():
         draft.remove(key, why)
     if draft.entry.zeroth_order and is_on(draft.get("flops_profiler")):
         draft.remove("flops_profiler", "it cannot follow the interleaved passes of {type}")
@@ -224,12 +214,12 @@ def _convert_zero(draft: Draft, source: str | None, *, stream: bool | None) -> N
         draft.set(param, _ON_HOST, "{type} divides no weights among GPUs; the ranks of a machine share a host copy")
     if draft.streams and not draft.has(f"{param}.pin_memory"):
         draft.set(f"{param}.pin_memory", True, "copies from memory that is not pinned are several times slower")
-    draft.keep_only(param, ("device", "pin_memory"), "buffers of ZeRO's swapping; ds_zo.stream has those of blocks")
+    draft.keep_only(param, READ_OF_PLACES, "buffers of ZeRO's swapping; ds_zo.stream has those of blocks")
     _convert_offload_optimizer(draft, source)
     _convert_forced_optimizer(draft)
     _convert_stage(draft, stage)
     for key in list(draft.object("zero_optimization")):
-        if key not in ("stage", "offload_param", "offload_optimizer", "ds_zo"):
+        if key not in (*READ_OF_ZERO, "ds_zo"):
             draft.remove(f"zero_optimization.{key}", _ZERO_REASONS.get(key, _NO_ZERO))
 
 
@@ -247,7 +237,7 @@ def _convert_offload_optimizer(draft: Draft, source: str | None) -> None:
         )
     elif source != draft.entry.name and device in (None, "none"):
         draft.set(at, _ON_HOST, "{type} runs Adam on the host, which is how it saves device memory")
-    draft.keep_only(at, ("device", "pin_memory"), "{type} has no use for it")
+    draft.keep_only(at, READ_OF_PLACES, "{type} has no use for it")
     if draft.streams:
         draft.note("{type} streams weights on one rank only: start one process, or remove offload_param")
 
@@ -275,21 +265,25 @@ def _convert_stage(draft: Draft, stage: Any) -> None:
 
 
 def _convert_optimizer(draft: Draft, source: str | None) -> None:
-    entry, section = draft.entry, draft.section_at
+    entry = draft.entry
     owner = draft.get("optimizer.type") or "another optimizer"
     if source is not None:
         owner = entry_of(source).optimizer_type
     if draft.is_client:
-        draft.set(f"{section}.backend", entry.name, "the script makes its own optimizer, so the section names {type}")
+        draft.set(
+            f"{SECTION_AT}.backend", entry.name, "the script makes its own optimizer, so the section names {type}"
+        )
     elif entry.stock_types and not _names_itself(draft, source):
         if str(draft.get("optimizer.type")).lower() not in entry.stock_types:
             draft.set("optimizer.type", "AdamW", "AdamW trains the adapters")
-        draft.set(f"{section}.backend", entry.name, "the section names {type}, which calls the optimizer of the JSON")
+        draft.set(
+            f"{SECTION_AT}.backend", entry.name, "the section names {type}, which calls the optimizer of the JSON"
+        )
         draft.remove("optimizer.legacy_fusion", "it chooses among DeepSpeed's own optimizers")
     else:
         if source != entry.name:
             draft.set("optimizer.type", entry.optimizer_type, "the update is {type}'s")
-        draft.remove(f"{section}.backend", "optimizer.type names the backend")
+        draft.remove(f"{SECTION_AT}.backend", "optimizer.type names the backend")
         draft.remove("optimizer.legacy_fusion", "it chooses among DeepSpeed's own optimizers")
     known = entry.params.model_fields
     for key, value in list(draft.object(draft.params_at).items()):
@@ -328,7 +322,7 @@ def _convert_precision(draft: Draft) -> None:
 
 def _convert_section(draft: Draft, *, device_memory_gb: float | None) -> None:
     """Removes keys of the `ds_zo` section that the backend does not read."""
-    entry, at = draft.entry, draft.section_at
+    entry, at = draft.entry, SECTION_AT
     if device_memory_gb is not None and draft.get(f"{at}.stream.device_memory_gb") is None:
         draft.set(f"{at}.stream.device_memory_gb", device_memory_gb, "planned for a GPU of this size")
     for path in refused_autos(draft.config):

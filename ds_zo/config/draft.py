@@ -20,6 +20,8 @@ class _Absent:
 
 ABSENT = _Absent()
 """The value of a key that is not in the JSON."""
+SECTION_AT = "zero_optimization.ds_zo"
+"""Place of the `ds_zo` section, where DeepSpeed refuses it without ds_zo. At the top level DeepSpeed ignores it."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,8 @@ class Draft:
         return "optimizer" not in self.config
 
     @property
-    def section_at(self) -> str:
-        """Place of the `ds_zo` section. Without an optimizer block it is where DeepSpeed refuses it without ds_zo."""
-        if "ds_zo" in self.config:
-            return "ds_zo"
-        return "zero_optimization.ds_zo" if self.is_client or "ds_zo" in self.object("zero_optimization") else "ds_zo"
-
-    @property
     def params_at(self) -> str:
-        return f"{self.section_at}.params" if self.is_client else "optimizer.params"
+        return f"{SECTION_AT}.params" if self.is_client else "optimizer.params"
 
     @property
     def streams(self) -> bool:
@@ -95,7 +90,7 @@ class Draft:
         parent, _, key = path.rpartition(".")
         old = (self.object(parent) if parent else self.config).pop(key)
         self._record(path, old, ABSENT, why)
-        while parent.startswith(("ds_zo", "zero_optimization.ds_zo")) and not self.object(parent):  # it says nothing
+        while parent.startswith(SECTION_AT) and not self.object(parent):  # it says nothing
             parent, _, key = parent.rpartition(".")
             (self.object(parent) if parent else self.config).pop(key, None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterable
 from typing import Any, get_args
 
@@ -35,10 +36,11 @@ _BOUND_RULES = {
 
 
 class ConfigError(ValueError):
-    """The JSON has a value that cannot be used. `location` is the dotted name of its key."""
+    """The JSON has a value that cannot be used. `location` is the dotted name of its key; the message has it once."""
 
     def __init__(self, text: str, *, at: str) -> None:
-        super().__init__(" ".join(f"{text} ({at})".split()))
+        is_named = re.search(rf"(?<![\w.]){re.escape(at)}(?!\w|\.\w)", text)
+        super().__init__(" ".join((text if is_named else f"{text} ({at})").split()))
         self.location = at
 
 
@@ -55,10 +57,11 @@ def shown(value: Any) -> str:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """A remedy for an unknown word: the nearest of the known words, or all of them."""
+    """A remedy for an unknown word: the nearest of the known words in any letter case, or all of them."""
     names = list(known)
-    near = difflib.get_close_matches(word, names, n=1) or difflib.get_close_matches(word.lower(), names, n=1)
-    return f'did you mean "{near[0]}"?' if near else f"choose from: {', '.join(names)}"
+    by_lower = {name.lower(): name for name in reversed(names)}
+    near = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f'did you mean "{by_lower[near[0]]}"?' if near else f"choose from: {', '.join(names)}"
 
 
 def is_near(word: str, known: str) -> bool:

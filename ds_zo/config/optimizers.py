@@ -214,7 +214,8 @@ class LOMOParams(OptimizerParams):
         if config.trains and config.gradient_accumulation_steps > 1 and self.accumulation == "refuse":
             text = (
                 "gradient_accumulation_steps must be 1, because a gradient is freed once its update is made, got "
-                f"{config.gradient_accumulation_steps}; use a larger micro-batch with activation checkpointing, or set "
+                f"{config.gradient_accumulation_steps}: another optimizer.type alone is not enough; use a larger "
+                "micro-batch with activation checkpointing, LSP or ZO, which accumulate, or set "
                 f'{config.params_at}.accumulation to "sequential" for one small update for each micro-batch'
             )
             raise ConfigError(text, at="gradient_accumulation_steps")

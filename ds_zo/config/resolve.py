@@ -54,6 +54,15 @@ def with_section_on_top(ds_config: dict[str, Any]) -> dict[str, Any]:
     return {**ds_config, "zero_optimization": rest, "ds_zo": zero["ds_zo"]}
 
 
+def with_section_in_zero(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """The same JSON with its `ds_zo` section inside `zero_optimization`, where DeepSpeed without this package refuses
+    it."""
+    if "ds_zo" not in ds_config:
+        return ds_config
+    rest = {key: value for key, value in ds_config.items() if key != "ds_zo"}
+    return {**rest, "zero_optimization": {**(rest.get("zero_optimization") or {}), "ds_zo": ds_config["ds_zo"]}}
+
+
 def resolve(
     ds_config: dict[str, Any], *, client_optimizer: bool = False, world_size: int | None = None, trains: bool = True
 ) -> Resolved:

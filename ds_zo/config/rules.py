@@ -29,6 +29,23 @@ REFUSED = {
     "compile.deepcompile": "DeepCompile schedules the copies of ZeRO alone; set it to false",
 }
 """Features of DeepSpeed that are refused, by dotted key: the reason and the remedy."""
+_REDUCTION = "it belongs to DeepSpeed's own reduction of gradients, which {type} does not use"
+UNREAD = {
+    "zero_allow_untested_optimizer": "no optimizer is wrapped by ZeRO here",
+    "aio": "it configures NVMe, which no backend of ds_zo uses",
+    "autotuning": "it searches settings of ZeRO",
+    "communication_data_type": _REDUCTION,
+    "data_types": _REDUCTION,
+    "disable_allgather": _REDUCTION,
+    "gradient_allreduce_op": _REDUCTION,
+    "gradient_predivide_factor": _REDUCTION,
+    "prescale_gradients": _REDUCTION,
+}
+"""Top-level keys of DeepSpeed that no backend reads, with the reason to remove them."""
+READ_OF_ZERO = ("stage", "offload_param", "offload_optimizer")
+"""Keys of `zero_optimization` that backends read."""
+READ_OF_PLACES = ("device", "pin_memory")
+"""Keys of `offload_param` and `offload_optimizer` that backends read."""
 _PLACES = {
     key: place
     for place, model in (
@@ -40,6 +57,7 @@ _PLACES = {
     for key in keys_of(model)
 }
 """The section of each key that has no effect at the top level."""
+_REFUSED_OF_ZERO = [path.rpartition(".")[2] for path in REFUSED if path.startswith("zero_optimization.")]
 _ABSOLUTE_SCHEDULERS = ("WarmupLR", "WarmupDecayLR")
 _MOMENTUM_SCHEDULERS = ("OneCycleLR", "CyclicLR")
 
@@ -75,9 +93,9 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
 def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
     """Dotted names of keys that are accepted and have no effect: stock keys, ours for streaming where it is off, and
     ours that the backend does not read."""
-    ignored = []
-    if not config.entry.offloads_optimizer and _device(ds_config, "offload_optimizer") != "none":
-        ignored.append("zero_optimization.offload_optimizer")
+    ignored = [key for key in UNREAD if ds_config.get(key) is not None]
+    zero = ds_config.get("zero_optimization")
+    ignored += _ignored_of_zero(zero, config) if isinstance(zero, dict) else []
     if not config.entry.scales_loss:
         ignored += [f"fp16.{key}" for key in config.loss_scale.written]
     if not config.stream and not config.shards_device:
@@ -91,6 +109,21 @@ def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
         ignored.append("ds_zo.rounding")
     if checkpoint.trajectory_dir is not None and not checkpoint.trajectory:
         ignored.append("ds_zo.checkpoint.trajectory_dir")
+    return ignored
+
+
+def _ignored_of_zero(zero: dict[str, Any], config: Resolved) -> list[str]:
+    ignored = []
+    for key, value in zero.items():
+        is_read = key in READ_OF_ZERO or key in _REFUSED_OF_ZERO
+        if not config.entry.offloads_optimizer:
+            is_read &= not (key == "stage" and config.zero_stage in (1, 2))
+            is_read &= not (key == "offload_optimizer" and (value or {}).get("device") not in (None, "none", "auto"))
+        at = f"zero_optimization.{key}"
+        if not is_read:
+            ignored.append(at)
+        elif key.startswith("offload") and value:
+            ignored += [f"{at}.{inner}" for inner in value if inner not in READ_OF_PLACES]
     return ignored
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_zo.config.learning_rates import starting_rate
 from ds_zo.config.registry import BackendEntry, backend_names, entries, entry_of, imported
-from ds_zo.config.resolve import resolve
+from ds_zo.config.resolve import resolve, with_section_in_zero
 from ds_zo.config.section import NEED_STREAMING, StreamConfig
 from ds_zo.config.stock import parse
 from ds_zo.planner.estimate import Estimate, Limits
@@ -86,7 +86,7 @@ def _own_estimate(entry: BackendEntry, model: Model, limits: Limits, options: Op
         checkpointing=options.checkpointing,
     )
     resolve(dict(found.config), world_size=1)
-    return found
+    return replace(found, config=with_section_in_zero(dict(found.config)))
 
 
 def _lr(entry: BackendEntry, model: Model) -> float:

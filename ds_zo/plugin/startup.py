@@ -72,10 +72,10 @@ def log_start(engine: Any, model: ModelFacts) -> None:
         f"{config.section.model_dump(exclude={'params'})}"
     )
     show_details("\n".join(filter(None, (details, engine.backend.describe()))))
-    _warn(engine, model.num_trained)
+    _warn(engine, model)
 
 
-def _warn(engine: Any, num_trained: int) -> None:
+def _warn(engine: Any, model: ModelFacts) -> None:
     """Warns of settings that have no effect, and of a learning rate far from the usual ones."""
     config: Resolved = engine.resolved
     if config.ignored:
@@ -89,14 +89,27 @@ def _warn(engine: Any, num_trained: int) -> None:
             "offload_param has no effect: the model has no list of like modules and stays on the device; name its "
             "blocks in ds_zo.stream.blocks, or remove offload_param"
         )
+    slow = _slow_dtype(config, model) if engine.device.type == "cpu" else None
     given = "optimizer.params.lr" if config.params_at == "optimizer.params" else "the script's own optimizer"
     at = given if engine.lr_scheduler is None else f"{given} and its scheduler"
     is_known = not config.entry.stock_types or any("Adam" in kind.__name__ for kind in type(engine.optimizer).__mro__)
-    rate = far_rate(config, _peak_lr(engine), at=at, num_trained=num_trained) if is_known else None
-    if rate is not None:
-        warn(rate)
-    for warning in config.warnings:
-        warn(warning)
+    rate = far_rate(config, _peak_lr(engine), at=at, num_trained=model.num_trained) if is_known else None
+    for warning in (slow, rate, *config.warnings):
+        if warning is not None:
+            warn(warning)
+
+
+def _slow_dtype(config: Resolved, model: ModelFacts) -> str | None:
+    """The warning of a 16-bit model on a CPU that the JSON does not ask for, and of fp16."""
+    dtype = next(iter(model.dtypes), torch.float32)
+    if config.dtype is torch.float16:
+        return "fp16 is slow on a CPU, got it there: leave fp16.enabled out for float32 (fp16.enabled)"
+    if dtype is config.dtype or dtype.itemsize != 2:
+        return None
+    return (
+        f"the model is in {_name(dtype)}, as its files are, and the JSON names no 16-bit dtype: on a CPU pass "
+        f"dtype=torch.float32 to load_pretrained or from_pretrained, or set bf16.enabled (bf16.enabled)"
+    )
 
 
 def _peak_lr(engine: Any) -> float:

@@ -77,13 +77,14 @@ class Summary:
         found = [_percent(self.metric, value) for value in (self.before, self.after) if value is not None]
         nowhere = "nowhere (--no-save)" if self.best_step is None else "nowhere (--no-save, or the best is elsewhere)"
         best = f" (the best by dev, of step {self.best_step})" if self.best_step is not None else ""
+        on_device = f"GPU {self.peak_device_gb:.2f} GB, " if self.peak_device_gb else ""
         lines = {
             "model, task": f"{self.model}, {self.task}",
             "config": f"{self.config} ({self.device}, {self.dtype})",
             "test": f"{self.metric} {' -> '.join(found)}{best}",
             "loss": loss,
             "speed": f"{self.steps} steps in {self.train_s:.1f} s, {self.tokens_per_s:,.0f} tokens/s",
-            "peak memory": f"device {self.peak_device_gb:.2f} GB, host {self.peak_host_gb:.2f} GB",
+            "peak memory": f"{on_device}host {self.peak_host_gb:.2f} GB",
             "model saved in": self.model_folder or nowhere,
             "checkpoints in": self.checkpoint_folder or "none (--save-every STEPS writes them)",
         }

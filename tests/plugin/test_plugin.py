@@ -897,6 +897,21 @@ def test_a_run_that_would_train_or_stream_nothing_says_so(seen):
     assert text.count("AdamW's rates do not suit it") == 1, "of the script's own AdamW, and only there"
 
 
+def test_what_a_small_model_on_a_cpu_does_not_get_is_said_once(seen):
+    """Each in one line: 16 bits that the JSON does not name, fp16, and LSP without a matrix to project."""
+    lsp = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "LSP", "params": {"lr": 1e-4}}}
+    for config, model, said in (
+        (zo_config(), torch.nn.Linear(2, 2).bfloat16(), "the model is in bfloat16, as its files are"),
+        (zo_config(fp16={"enabled": True}), torch.nn.Linear(2, 2), "fp16 is slow on a CPU"),
+        (lsp, torch.nn.Linear(2, 2), "so it is Adam: a matrix needs more than subspace_dim ** 2 = 262,144 elements"),
+    ):
+        seen.clear()
+        start(config, model)
+        texts = [record.getMessage() for record in seen]
+        assert len([text for text in texts if said in text and "\n" not in text]) == 1, texts
+    assert "as its files are" not in "".join(texts)
+
+
 def told_of_rates(seen, config: dict[str, Any], model: torch.nn.Module | None = None, **kwargs: Any) -> list[str]:
     seen.clear()
     start({"train_micro_batch_size_per_gpu": 4, **config}, model or torch.nn.Linear(2, 2), **kwargs)

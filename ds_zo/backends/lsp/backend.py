@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.utils import logger
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -58,6 +57,7 @@ from ds_zo.backends.lsp.weights import UpdateOnAccessState
 from ds_zo.backends.recompute.blocks import refuse_router_logits
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.config import ConfigError, LSPParams, Resolved
+from ds_zo.logs import warn
 from ds_zo.optim.loss_scale import LossScaler
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.units import Unit
@@ -101,6 +101,13 @@ class LSPBackend(Backend):
         if self._compiler is not None and self._streamed is None:
             self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
         self._matrices = find_matrices(module, settings, device=device)
+        if settings.projector != "none" and not self.num_projected:
+            largest = max((m.parameter.numel() for m in self._matrices if m.parameter.ndim == 2), default=0)
+            warn(
+                f"LSP projects no matrix of this model, so it is Adam: a matrix needs more than subspace_dim ** 2 = "
+                f"{settings.subspace_dim**2:,} elements, and the largest has {largest:,}; lower subspace_dim "
+                f"({config.params_at}.subspace_dim)"
+            )
         layers = group_matrices(module, self._matrices, config.section.stream.blocks)
         unit_of = {} if self._streamed is None else self._streamed.unit_of
         if self._streamed is not None:
@@ -170,8 +177,8 @@ class LSPBackend(Backend):
             ignored = {str(tuple(value) if isinstance(value, list) else value) for value in found} - {str(own)}
             if ignored:
                 shown = ", ".join(sorted(ignored))
-                logger.warning(
-                    f"ds_zo: LSP's Adam uses {key} {own} and ignores the optimizer's {shown}: set "
+                warn(
+                    f"LSP's Adam uses {key} {own} and ignores the optimizer's {shown}: set "
                     f"{self.config.params_at}.{key}"
                 )
 
