@@ -80,7 +80,7 @@ def test_plan_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["--model", str(tmp_path / "gpt2")], "learned positions (transformer.wpe) for 12 tokens, got 16 (--seq)"),
         (["--model", "random:opt-7b"], "unknown shape 'opt-7b'; there are opt-tiny"),
         (["--stream", "{"], "must be a JSON object, got '{'"),
-        (["--params", "[1]", "--backend", "zo"], "it must be an object, got [1] (--params)"),
+        (["--params", "[1]", "--backend", "zo"], "write {...} (--params)"),
         (["--stream", '{"device_slot": 3}'], 'did you mean "device_slots"? (ds_zo.stream.device_slot)'),
         (["--params", '{"zoeps": 1}', "--backend", "zo"], 'did you mean "zo_eps"? (optimizer.params.zoeps)'),
         (["--host-memory-gb", "0"], "memory must be > 0 GB, or left out for any amount, got 0 (--host-memory-gb)"),
