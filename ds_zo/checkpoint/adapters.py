@@ -41,6 +41,38 @@ def description(module: nn.Module) -> dict[str, bytes]:
     return {FILE: json.dumps(content, indent=1, default=_plain).encode()}
 
 
+def settings(module: nn.Module) -> dict[str, str]:
+    """The settings of PEFT that determine what the adapters compute with given weights, by adapter and name."""
+    found = description(module)
+    return _settings(found[FILE].decode()) if found else {}
+
+
+def changed_settings(saved: str, module: nn.Module) -> dict[str, tuple[str, str]]:
+    """The saved and the present value of each setting that differs. `saved`: the text of a checkpoint's `FILE`.
+    Settings that one version of PEFT lacks are not compared."""
+    there, here = _settings(saved), settings(module)
+    return {name: (there[name], here[name]) for name in there if name in here and there[name] != here[name]}
+
+
+def _settings(text: str) -> dict[str, str]:
+    adapters: Mapping[str, Mapping[str, Any]] = json.loads(text)["adapters"]
+    return {
+        f"{adapter}.{name}": json.dumps(value, sort_keys=True)
+        for adapter, config in adapters.items()
+        for name, value in config.items()
+        if name not in _WITHOUT_EFFECT
+    }
+
+
+_WITHOUT_EFFECT = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+    *("exclude_modules", "layers_pattern", "layers_to_transform", "modules_to_save", "target_modules"),
+    *("target_parameters", "trainable_token_indices", "layer_replication"),
+    *("init_lora_weights", "init_weights", "corda_config", "eva_config", "loftq_config", "lora_ga_config"),
+}
+"""Settings that are paths, that choose parameters, which are compared by name, or that give them their first values."""
+
+
 def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
 

@@ -21,7 +21,8 @@ from deepspeed.utils import log_dist, logger
 import ds_zo
 from ds_zo.backends.common.weight_access import WeightAccess
 from ds_zo.checkpoint import CheckpointError
-from ds_zo.checkpoint.adapters import base_of, description
+from ds_zo.checkpoint.adapters import FILE as ADAPTERS_FILE
+from ds_zo.checkpoint.adapters import base_of, changed_settings, description
 from ds_zo.checkpoint.errors import reading_content
 from ds_zo.checkpoint.export import saved_weights, weights_by_name, write_model_file
 from ds_zo.checkpoint.manifest import Manifest, is_trainers, is_unfinished, suggest_complete
@@ -265,6 +266,7 @@ class CheckpointingEngine(DeepSpeedEngine):
             _check_engine_state(saved.engine_state)
             if resume and (mine := self._own_window(saved.engine_state)) is not None:
                 self.backend.check_rank_state(mine["backend"])
+        self._check_adapters(saved, resume=resume)
         groups = saved.engine_state["common"]["optimizer"]["param_groups"]
         if resume:
             _check_groups(self.optimizer, groups)
@@ -289,11 +291,26 @@ class CheckpointingEngine(DeepSpeedEngine):
             self._load_window(saved.engine_state, resume=resume)
         if resume:
             for group, values in zip(self.optimizer.param_groups, groups, strict=True):
-                group.update({name: value for name, value in values.items() if name != "params"})
+                group.update({name: value for name, value in values.items() if name not in ("params", "param_names")})
             self._load_random_states(saved.engine_state["ranks"])
             # Trainer would make replayed steps a second time: it does not know that they are made.
             self._continue_trajectory(saved, folder, logs, newest=tag is None and not is_trainers(folder))
         return str(saved.folder), client
+
+    def _check_adapters(self, saved: Saved, *, resume: bool) -> None:
+        """Raises if a resumed run has other settings of PEFT than the saved one; warns if only weights are loaded."""
+        text = saved.text(ADAPTERS_FILE)
+        with reading_content(saved.folder, ADAPTERS_FILE):
+            changed = {} if text is None else changed_settings(text, self.module)
+        there = ", ".join(f"{name} {values[0]}" for name, values in changed.items())
+        here = ", ".join(f"{name} {values[1]}" for name, values in changed.items())
+        if resume and not all(name.endswith("dropout") for name in changed):
+            raise CheckpointError(
+                f"a resumed run has the settings of PEFT of the saved run, {there}, got {here}: make the adapters with "
+                "the saved settings, or call load_checkpoint(load_optimizer_states=False)"
+            )
+        if changed:
+            warn(f"the adapters of checkpoint {saved.folder} were trained with {there}, and this run has {here}")
 
     def _load_counters(self, saved: Saved, load_lr_scheduler_states: bool) -> None:
         common = saved.engine_state["common"]

@@ -23,7 +23,13 @@ from torch import nn
 
 from ds_zo.backends.adapter.base import FrozenBase
 from ds_zo.backends.adapter.streamed import StreamedBase
-from ds_zo.backends.adapter.trained import AdapterParameters, groups_of, resident_ids
+from ds_zo.backends.adapter.trained import (
+    AdapterParameters,
+    check_names,
+    check_shapes_by_index,
+    in_own_order,
+    resident_ids,
+)
 from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
@@ -197,23 +203,25 @@ class AdapterBackend(RecomputedBackend):
     # Checkpoints and weights
 
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
-        """A snapshot without frozen parameters. It has a description of the base and the optimizer's class, which a
-        resumed run must have too."""
+        """A snapshot without frozen parameters. It has a description of the base, the optimizer's class and the names
+        of its parameters, which a resumed run must have too."""
         found = super().snapshot(hold=hold, omit_frozen=True)
-        state = {**found.state(), "base": self._frozen_base.description(), "optimizer": type(self.optimizer).__name__}
+        own = {"optimizer": type(self.optimizer).__name__, "parameters": self._trained.names}
+        state = {**found.state(), "base": self._frozen_base.description(), **own}
         return Snapshot(found.pieces, lambda: state)
 
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
         with reading_content(saved.folder, "its state"):
             optimizer = saved.engine_state["common"]["optimizer"]
-            there, here = groups_of(optimizer), groups_of(self.optimizer.state_dict())
+            names: list[list[str]] | None = saved.backend_state.get("parameters")
             base, kind = saved.backend_state["base"], type(self.optimizer).__name__
             saved_kind = saved.backend_state.get("optimizer", kind)
-        if resume and there != here:
-            raise CheckpointError(
-                f"a resumed optimizer has the parameters of the saved one, {there} in its groups, got {here}: train "
-                "the same parameters, or call load_checkpoint(load_optimizer_states=False)"
-            )
+            if resume and names is None:
+                check_shapes_by_index(optimizer, self.optimizer)
+        if resume and names is not None:
+            check_names(names, self._trained.names)
+            with reading_content(saved.folder, "its state"):
+                optimizer = in_own_order(optimizer, self.optimizer, there=names, here=self._trained.names)
         if resume and saved_kind != kind:
             raise CheckpointError(
                 f"a resumed optimizer is of the class of the saved one, {saved_kind}, got {kind}: make the same, or "
@@ -222,6 +230,11 @@ class AdapterBackend(RecomputedBackend):
         with reading_content(saved.folder, "its state"):
             self._frozen_base.check(base, folder=saved.folder)
         super().restore(saved, resume=resume, strict=strict)
+        if resume and names is None:
+            warn(
+                f"checkpoint {saved.folder} has no names of the optimizer's parameters: states are given to parameters "
+                "by their order in the optimizer, which must be that of the saved run"
+            )
         if resume:
             self.optimizer.load_state_dict(optimizer)
 

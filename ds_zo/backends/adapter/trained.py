@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.streaming.placement import adapter_ids
 
 
@@ -41,12 +42,16 @@ class AdapterParameters:
         self._optimizer = optimizer
         self._process_group = process_group
         names = {id(p): name for name, p in module.named_parameters()}
+        self.names: list[list[str]] = []
+        """The names of the parameters in each group of the optimizer, in its order. A parameter that is not the
+        module's has its number in the group."""
         self._trained: list[Trained] = []
         self._frozen: list[tuple[str, nn.Parameter]] = []
         """Names and parameters of the optimizer that may not be trained."""
         self._foreign: list[torch.Tensor] = []
         """Parameters of the optimizer that are not the module's. They are not trained, of which the engine warns."""
         for group in optimizer.param_groups:
+            self.names.append([names.get(id(p), f"parameter {i}") for i, p in enumerate(group["params"])])
             for i, p in enumerate(group["params"]):
                 if id(p) not in names:
                     self._foreign.append(p)
@@ -227,9 +232,58 @@ def _check_shapes(here: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Te
             raise ValueError(f"the {what} of {name} has shape {tuple(value.shape)}, its parameter {found}")
 
 
-def groups_of(state: Mapping[str, Any]) -> Sequence[int]:
-    """The number of parameters in each group of an optimizer's saved state."""
-    return [len(group["params"]) for group in state["param_groups"]]
+def in_own_order(
+    saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, *, there: Sequence[Sequence[str]], here: list[list[str]]
+) -> dict[str, Any]:
+    """A saved state of the optimizer with each parameter's state at the parameter's present index. `there`, `here`: the
+    names of the parameters in each group, of the saved run and of this one."""
+    index_of = {
+        name: i
+        for names, group in zip(there, saved["param_groups"], strict=True)
+        for name, i in zip(names, group["params"], strict=True)
+    }
+    groups, states = [], dict[int, Any]()
+    for names, group, own in zip(here, saved["param_groups"], optimizer.state_dict()["param_groups"], strict=True):
+        indices = own["params"]
+        found = {i: saved["state"].get(index_of[name]) for name, i in zip(names, indices, strict=True)}
+        states |= {i: state for i, state in found.items() if state is not None}
+        groups.append({**{key: value for key, value in group.items() if key != "param_names"}, "params": indices})
+    return {"state": states, "param_groups": groups}
+
+
+def check_names(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> None:
+    """Raises unless the groups of a saved optimizer and of this one have the same parameters, in any order."""
+    if len(there) != len(here):
+        raise CheckpointError(_other_groups(f"{len(there)} groups", f"{len(here)}"))
+    for i, (saved, own) in enumerate(zip(there, here, strict=True)):
+        only = sorted(set(saved) ^ set(own))
+        if only:
+            has = "only the saved one has" if only[0] in set(saved) else "only this one has"
+            raise CheckpointError(_other_groups("each in its group", f"{only[0]}, which {has} in group {i}"))
+
+
+def check_shapes_by_index(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raises where a state of an optimizer without saved names can't be that of the parameter at its index."""
+    there = [len(group["params"]) for group in saved["param_groups"]]
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    if there != here:
+        raise CheckpointError(_other_groups(f"{there} in its groups", f"{here}"))
+    indices = [i for group in saved["param_groups"] for i in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for i, p in zip(indices, parameters, strict=True):
+        for key, value in saved["state"].get(i, {}).items():
+            # States with fewer dimensions, as Adafactor's and of 8-bit optimizers, tell nothing.
+            if isinstance(value, torch.Tensor) and value.dim() >= max(2, p.dim()) and value.shape != p.shape:
+                raise CheckpointError(
+                    _other_groups(f"{key} of shape {tuple(value.shape)}", f"a parameter of shape {tuple(p.shape)}")
+                )
+
+
+def _other_groups(saved: str, found: str) -> str:
+    return (
+        f"a resumed optimizer has the parameters of the saved one, {saved}, got {found}: train the same parameters, or "
+        "call load_checkpoint(load_optimizer_states=False)"
+    )
 
 
 def resident_ids(module: nn.Module, param_groups: Sequence[dict[str, Any]]) -> set[int]:
