@@ -6,15 +6,17 @@ supported one.
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
+from types import SimpleNamespace
 from typing import Any
 
 Release = tuple[int, ...]
@@ -161,6 +163,45 @@ def converts_weights(model: Any) -> bool:
 
         conversions = get_model_conversion_mapping(model, add_legacy=False)
     return bool(conversions)
+
+
+def renamed_tensors(
+    model: Any, tensors: Iterable[str], *, weights: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str | None, Any]]:
+    """For each tensor of a checkpoint of which transformers makes weights of the model: its name, the name of the first
+    such weight, and the rule of conversion with the pattern of the rule that the tensor matches. Both are None for a
+    tensor that is a weight itself. `weights`: the model's state_dict."""
+    if _before("transformers", "5.0"):  # it has a module for each expert, as checkpoints do
+        yield from ((name, name, None, None) for name in tensors if name in weights)
+        return
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    rules = get_model_conversion_mapping(model)
+    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    for name in sorted(tensors, key=loading.dot_natural_key):
+        prefix = model.base_model_prefix
+        weight, pattern = loading.rename_source_key(name, renamings, converters, prefix, weights)
+        if weight not in weights and name in weights:  # the model has the name that a rule replaces
+            weight, pattern = name, None
+        if weight in weights:
+            yield name, weight, pattern, by_pattern.get(pattern)
+
+
+def apply_rule(
+    rule: Any, weight: str, read: Iterable[tuple[str | None, str, Any]], *, config: Any, weights: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The weights that a rule of `renamed_tensors` makes. `weight`: the first of them. `read`: the tensors with their
+    patterns and names."""
+    rule = copy.deepcopy(rule)  # it collects tensors
+    for pattern, name, tensor in read:
+        rule.add_tensor(weight, name, pattern, tensor)
+    model = SimpleNamespace(config=config, get_parameter=weights.__getitem__)  # rules read nothing else of a model
+    made = rule.convert(weight, model=model, config=config)
+    found: dict[str, Any] = made[0] if isinstance(made, tuple) else made  # 5.0 returns errors beside the weights
+    return {name: t[0] if isinstance(t, list) else t for name, t in found.items()}
 
 
 def dtype_without_request(config: Any) -> Any:

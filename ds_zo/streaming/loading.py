@@ -21,6 +21,7 @@ from ds_zo.config.section import FrozenDtype
 from ds_zo.ops import MXFP4
 from ds_zo.ops.nf4 import Quantised
 from ds_zo.streaming import quantised_checkpoints
+from ds_zo.streaming.converted_checkpoints import Conversions
 from ds_zo.streaming.units import PlacedParameter
 from ds_zo.versions import dtype_without_request
 
@@ -221,6 +222,7 @@ class SafetensorsSource:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._conversions: Conversions | None = None
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
         try:
@@ -236,12 +238,16 @@ class SafetensorsSource:
             path = single if single.exists() else index
             raise ValueError(f"{path} is damaged or cut off ({error}): download or save the model again") from error
 
+    def convert_for(self, model: nn.Module) -> None:
+        """From now on names are those of a transformers model, which may differ from the files' own."""
+        self._conversions = Conversions(model, self._file_of)
+
     def names(self) -> set[str]:
-        return set(self._file_of)
+        return set(self._file_of) if self._conversions is None else self._conversions.names()
 
     def weight_names(self) -> set[str]:
         """The names that `stored` knows."""
-        return quantised_checkpoints.weight_names(self._file_of)
+        return quantised_checkpoints.weight_names(self.names())
 
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
         """A tensor's dtype, as safetensors names it, and its shape, without reading its values."""
@@ -268,6 +274,8 @@ class SafetensorsSource:
 
     def stored(self, name: str) -> torch.Tensor | Quantised:
         """The weight as the files hold it."""
+        if self._conversions is not None:
+            return self._conversions.read(name, self._tensor)
         wire = self.shipped_wire(name)
         return self._tensor(name) if wire is None else quantised_checkpoints.read_quantised(self._tensor, name, wire)
 
@@ -295,10 +303,10 @@ def load_pretrained(
     `ds_zo.stream.frozen_dtype` in the JSON. Weights are encoded one at a time, so the model never exists in its own
     dtype.
 
-    This needs a folder of safetensors with the model's own parameter names. They may be quantised to NF4 by
-    bitsandbytes, or to MXFP4. All other models (Hub names not on disk, checkpoints that transformers converts while
-    loading) are loaded by `from_pretrained`, or refused if `frozen_dtype` is given. `deepspeed.initialize` then frees
-    their weights unit by unit as it stores them.
+    This needs a folder of safetensors. Weights that transformers makes of other tensors, such as stacks of experts, are
+    made one at a time. Weights may be quantised to NF4 by bitsandbytes, or to MXFP4, under the model's own parameter
+    names. All other models (Hub names not on disk, other quantised files) are loaded by `from_pretrained`, or refused
+    if `frozen_dtype` is given. `deepspeed.initialize` then frees their weights unit by unit as it stores them.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, GenerationConfig
@@ -326,6 +334,8 @@ def load_pretrained(
             model: nn.Module = make(config, dtype=_dtype(dtype, config, source))
         _keep_in_float32(model)
         model.tie_weights()  # type: ignore[operator]
+        if quantisation is None:
+            source.convert_for(model)
         absent = sorted({name for name, _ in model.named_parameters()} - source.weight_names())
         untied = None if absent or is_foreign else _untied_name(model, source)
         if not absent and not is_foreign and untied is None:
@@ -341,14 +351,15 @@ def load_pretrained(
         if is_foreign:
             found = f"weights quantised as {quantisation}"
         elif absent:
-            found = f"a folder without {absent[0]}"
+            found = f"a folder without {absent[0]}" + (f", in {quantisation}" if quantisation else "")
         else:
             found = f"values of {untied} that differ from those of the weight that config.json ties it to"
     if frozen_dtype is not None:
         raise ValueError(
-            "load_pretrained with frozen_dtype reads a folder of safetensors with the model's own parameter names, in "
-            f"16 or 32 bits, or in NF4 or MXFP4, got {found} ({name_or_path}): pass such a folder alone, as "
-            "huggingface_hub.snapshot_download makes one, or set ds_zo.stream.frozen_dtype in the JSON instead"
+            "load_pretrained with frozen_dtype reads a folder of safetensors with all weights of the model, in 16 or "
+            f"32 bits, or in NF4 or MXFP4 under the model's own parameter names, got {found} ({name_or_path}): pass "
+            "such a folder alone, as huggingface_hub.snapshot_download makes one, or set ds_zo.stream.frozen_dtype in "
+            "the JSON instead"
         )
     loaded: nn.Module = auto_class.from_pretrained(name_or_path, dtype=dtype, **kwargs)
     return loaded
@@ -371,11 +382,11 @@ def _untied_name(model: nn.Module, source: SafetensorsSource) -> str | None:
 
 
 def _keep_in_float32(model: Any) -> None:
-    """Makes the parameters that the model's class names float32, as `from_pretrained` does: of T5 in float16, one layer
-    of each block. The parameters are on the meta device."""
+    """Makes the parameters and buffers that the model's class names float32, as `from_pretrained` does: of T5 in
+    float16, one layer of each block. The parameters are on the meta device."""
     in_16_bits = model._keep_in_fp32_modules_strict or ()
     kept = {torch.bfloat16: {*in_16_bits}, torch.float16: {*in_16_bits, *(model._keep_in_fp32_modules or ())}}
-    for name, p in model.named_parameters():
+    for name, p in (*model.named_parameters(), *model.named_buffers()):
         if any(re.search(pattern.replace("*", ".*"), name) for pattern in kept.get(p.dtype, ())):
             p.data = p.data.float()
 

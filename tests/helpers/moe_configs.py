@@ -26,7 +26,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_key_value_heads", "num_experts_per_tok", "num_experts_per_token", "moe_topk"), 2),
     **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "first_k_dense_replace"), 1),
     **dict.fromkeys(("num_sparse_encoder_layers", "num_sparse_decoder_layers", "eos_token_id"), 1),
-    **dict.fromkeys(("pad_token_id", "bos_token_id", "decoder_start_token_id"), 0),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "decoder_start_token_id", "zero_expert_num"), 0),
 }
 """Values for keys that a config has by default."""
 _OWN: dict[str, dict[str, Any]] = {

@@ -1,0 +1,119 @@
+"""Checkpoints that transformers converts while it loads them, such as a tensor for each expert."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from moe_configs import moe_configs
+from safetensors.torch import load_file, save_file
+from test_loading import engine_for, lora_over, zo_json
+from torch import nn
+
+from ds_zo.streaming.loading import SafetensorsSource, load_pretrained
+from ds_zo.versions import installed, parse
+
+pytestmark = pytest.mark.usefixtures("single_process")
+AUTO = hf.AutoModelForCausalLM
+NUM_LAYERS = 4
+
+
+def saved(config: Any, folder: Path) -> str:
+    """A folder with random weights, as `save_pretrained` names them."""
+    make = getattr(hf, config.architectures[0])
+    model = make(config).bfloat16()
+    torch.manual_seed(0)
+    for p in model.parameters():
+        p.data.uniform_(-1, 1)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def experts(folder: Path) -> str:
+    """Qwen3-MoE, whose files have a tensor for each expert."""
+    config = hf.Qwen3MoeConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=NUM_LAYERS, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+    )  # fmt: skip
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    path = saved(config, folder)
+    assert "model.layers.0.mlp.experts.0.gate_proj.weight" in SafetensorsSource(folder).names()
+    return path
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    read = {name: p.read().to(p.dtype) for name, p in model.named_parameters()}  # type: ignore[attr-defined]
+    return {**read, **dict(model.named_buffers())}
+
+
+@pytest.mark.slow
+def test_every_mixture_of_experts_is_read_as_by_from_pretrained(tmp_path: Path) -> None:
+    for name, config in moe_configs().items():
+        folder = saved(config, tmp_path / name)
+        make = getattr(hf, config.architectures[0])
+        ours = values(load_pretrained(make, folder, dtype=torch.bfloat16, frozen_dtype="nf4"))
+        theirs = make.from_pretrained(folder, dtype=torch.bfloat16)
+        for key, value in (*theirs.named_parameters(), *theirs.named_buffers()):
+            assert ours[key].dtype is value.dtype and torch.equal(ours[key], value), (name, key)
+
+
+def adapter_json(frozen_dtype: str) -> dict[str, Any]:
+    config = zo_json(bf16={"enabled": True}, optimizer={"type": "AdamW", "params": {"lr": 1e-3}})
+    return config | {"ds_zo": {"backend": "adapter", "stream": {"frozen_dtype": frozen_dtype}}}
+
+
+@pytest.mark.parametrize("frozen_dtype", ["auto", "fp8", "nf4"])
+def test_stored_bytes_are_those_of_from_pretrained(frozen_dtype: Any, tmp_path: Path) -> None:
+    folder = experts(tmp_path)
+    ours = load_pretrained(AUTO, folder, dtype=torch.bfloat16, frozen_dtype=frozen_dtype)
+    assert all(p.is_meta for p in ours.parameters())
+    engines = [
+        engine_for(lora_over(model), adapter_json(frozen_dtype))
+        for model in (ours, AUTO.from_pretrained(folder, dtype=torch.bfloat16))
+    ]
+    states = [engine.module.state_dict() for engine in engines]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert value.dtype is states[1][name].dtype and torch.equal(value, states[1][name]), name
+
+
+def test_the_tensors_of_one_group_of_experts_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that were read and are not stored yet are one layer's: never those of two."""
+    folder = experts(tmp_path)
+    alive = {"now": 0, "peak": 0}
+    read = SafetensorsSource._tensor
+
+    def free(nbytes: int) -> None:
+        alive["now"] -= nbytes
+
+    def counted(source: SafetensorsSource, name: str) -> torch.Tensor:
+        tensor = read(source, name).clone()
+        weakref.finalize(tensor.untyped_storage(), free, tensor.nbytes)
+        alive["now"] += tensor.nbytes
+        alive["peak"] = max(alive.values())
+        return tensor
+
+    monkeypatch.setattr(SafetensorsSource, "_tensor", counted)
+    model = lora_over(load_pretrained(AUTO, folder, dtype=torch.bfloat16, frozen_dtype="nf4"))
+    assert alive["peak"] == 0, "names alone are enough to load"
+    group_nbytes = 2 * math.prod((4, 2 * 16, 32))
+    assert sum(p.numel() for p in model.parameters()) > 2 * NUM_LAYERS * group_nbytes / 2
+    engine_for(model, adapter_json("nf4"))
+    assert 0 < alive["peak"] <= group_nbytes and alive["now"] == 0
+
+
+@pytest.mark.skipif(parse(installed("transformers") or "0") < (5, 0), reason="transformers 4 has modules for experts")
+def test_a_checkpoint_without_one_expert_is_refused(tmp_path: Path) -> None:
+    folder = experts(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for lost, said in (("experts.3.", r"shape \(3, 32, 32\) of 6 tensors"), ("experts.3.up_proj", ".* of 7 tensors")):
+        kept = {name: t for name, t in tensors.items() if lost not in name}
+        save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+        model = load_pretrained(AUTO, folder, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match=rf"gate_up_proj must have shape \(4, 32, 32\), got {said}, .* again$"):
+            values(model)
