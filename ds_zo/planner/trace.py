@@ -9,6 +9,7 @@ used ZeRO-3 has DeepSpeed's function in place of torch's, and its plans would di
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -68,6 +69,9 @@ def _run(
 ) -> _Tracer:
     tracer = _Tracer(rates, vocab_size=vocab_size, known=[*module.parameters(), *module.buffers()])
     with ExitStack() as stack:
+        if gc.isenabled():
+            gc.disable()  # operations of finalizers, as of an engine that nobody destroyed, would count as the model's
+            stack.callback(gc.enable)
         stack.enter_context(autocast_on_meta())
         calls = repeated_blocks.BlockCalls() if replaced else None
         for i, block in enumerate(blocks):
