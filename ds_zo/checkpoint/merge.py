@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ def export_merged(
         )
     config = {**json.loads(config_text), "dtype": str(dtype).removeprefix("torch.")}
     config.pop("quantization_config", None)
-    merging = _Merging(saved, adapters, _peft_model(config, adapters, dtype), base=base, dtype=dtype)
+    plain = partial(_plain_model, config, dtype)
+    merging = _Merging(saved, adapters, _peft_model(config, adapters, dtype), plain=plain, base=base, dtype=dtype)
     run_dtype: str = json.loads(config_text)["dtype"]
     merging.compare_older_base(lambda: _peft_model(config, adapters, getattr(torch, run_dtype)))
     extra = {"config.json": json.dumps(config, indent=2) + "\n"}
@@ -52,7 +54,6 @@ def export_merged(
 def _peft_model(config: dict[str, Any], adapters: Adapters, dtype: torch.dtype) -> nn.Module:
     """The PEFT model on the meta device."""
     import peft
-    import transformers
 
     settings = {**json.loads(adapters.config), "base_model_name_or_path": None}
     if settings["peft_type"] != "LORA":
@@ -61,23 +62,42 @@ def _peft_model(config: dict[str, Any], adapters: Adapters, dtype: torch.dtype) 
             "into an engine and call merge_and_unload there"
         )
     settings |= {"init_lora_weights": False} if "init_lora_weights" in settings else {}  # the checkpoint has the values
+    with torch.device("meta"):
+        found: nn.Module = peft.get_peft_model(
+            _plain_model(config, dtype),
+            peft.get_peft_config(settings),
+            adapter_name=adapters.adapter,
+            autocast_adapter_dtype=False,
+        )
+    return found
+
+
+def _plain_model(config: dict[str, Any], dtype: torch.dtype) -> Any:
+    """The model without adapters, on the meta device."""
+    import transformers
+
     hf_config = transformers.AutoConfig.for_model(**config)
     named = getattr(transformers, (hf_config.architectures or [""])[0], None)
     with torch.device("meta"):
         model = (named or transformers.AutoModelForCausalLM)._from_config(hf_config, dtype=dtype)
         model.tie_weights()
-        found: nn.Module = peft.get_peft_model(
-            model, peft.get_peft_config(settings), adapter_name=adapters.adapter, autocast_adapter_dtype=False
-        )
-    return found
+    return model
 
 
 class _Merging:
     """Reads, merges and yields the weights of one PEFT model."""
 
     def __init__(
-        self, saved: Saved, adapters: Adapters, model: nn.Module, *, base: Path | None, dtype: torch.dtype
+        self,
+        saved: Saved,
+        adapters: Adapters,
+        model: nn.Module,
+        *,
+        plain: Callable[[], nn.Module],
+        base: Path | None,
+        dtype: torch.dtype,
     ) -> None:
+        """`plain` makes the model without adapters."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self._adapters = adapters
@@ -100,6 +120,8 @@ class _Merging:
         own = [name for name in names if name not in self._saved_values]
         if own:
             self.base = _base_of(saved, base)
+            if not {self._plain(name) for name in own} <= self.base.weight_names():
+                self.base.convert_for(plain())
             missing = [n for n in own if self._adapters.place(n)[0] or self._plain(n) not in self.base.weight_names()]
             if missing:
                 raise CheckpointError(

@@ -309,8 +309,9 @@ def merged(checkpoint: Path, out: Path, *options: str) -> dict[str, torch.Tensor
         ("llama", {"target_modules": ["q_proj", "down_proj"], "use_rslora": True}),
         ("llama", {"target_modules": ["q_proj", "embed_tokens"], "use_dora": True, "modules_to_save": ["lm_head"]}),
         ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True}),
+        ("mixtral", {"target_modules": ["q_proj"]}),  # its base is converted while it is read
     ],
-    ids=["rslora", "dora", "conv1d"],
+    ids=["rslora", "dora", "conv1d", "experts"],
 )
 def test_a_merged_export_equals_merge_and_unload(kind: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """The base is read from the folder that it was loaded from, in bf16, while the run has it in NF4."""
