@@ -1,4 +1,4 @@
-# ds_zo for NVIDIA GPUs. docs/docker.md has the commands to build and to run, and explains their options.
+# ds_zo for NVIDIA GPUs. docs/index.md has the commands to build and to run, and explains their options.
 
 # `devel` has nvcc, with which DeepSpeed compiles its own CUDA kernels on first use. Its major version must be that of
 # the CUDA that torch in constraints.txt was built for.

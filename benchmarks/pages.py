@@ -479,11 +479,6 @@ def _accuracy_lines() -> list[str]:
     return accuracy_table(_accuracy_rows(), grid=read_grid("accuracy")).splitlines()
 
 
-def lomo_quality() -> str:
-    names = {"sgd": "SGD", "lomo": "LOMO", "adalomo": "AdaLOMO", "adamw": "AdamW"}
-    return _quality({"zero-shot": "no training", **names})
-
-
 def all_quality() -> str:
     return _quality(
         {
@@ -491,6 +486,7 @@ def all_quality() -> str:
             "adamw": "AdamW",
             "lora": "LoRA",
             "lomo": "LOMO",
+            "sgd": "SGD",
             "adalomo": "AdaLOMO",
             "mezo": "MeZO",
             "zo": "ZO",
@@ -546,7 +542,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "wire-loss": wire_loss,
     "lomo-speed": lomo_speed,
     "lomo-streamed": lomo_streamed,
-    "lomo-quality": lomo_quality,
     "lsp-speed": lsp_speed,
     "lsp-memory": lsp_memory,
     "lsp-learned": lsp_learned,

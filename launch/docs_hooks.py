@@ -19,8 +19,12 @@ REPO = Path(__file__).resolve().parents[1]
 DOCS = "docs"
 PLACE = "repository"
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
-KEYS = re.compile(r"<!-- keys of (\S+) -->")
 MOVED = {
+    "docker": "index.html#docker",
+    "paper-zo": "reproductions.html#zo-offloading",
+    "paper-lomo": "reproductions.html#lomo",
+    "paper-lsp": "reproductions.html#lsp-offload",
+    "several-gpus": "how-streaming.html#several-gpus",
     "versions": "support.html#versions",
     "run_without_import": "integrations.html#without-an-import-line",
     "clients": "integrations.html#other-programs",
@@ -97,7 +101,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Points links at the copies, and fills in the tables of keys."""
+    """Points links at the copies."""
     source = source_of(page.file.src_uri)
     here = posixpath.dirname(page.file.src_uri)
 
@@ -108,14 +112,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         path, anchor = target
         return posixpath.relpath(place_of(path), here or ".") + (f"#{anchor}" if anchor else "")
 
-    def keys(match: re.Match[str]) -> str:
-        text = (REPO / match[1]).read_text(encoding="utf-8")
-        tables: str = text.partition("<!-- keys:")[2].partition("-->")[2].partition("<!-- end of keys -->")[0]
-        assert tables, f"{match[1]} has no tables of keys between its markers"
-        return tables.strip().replace("\n### ", "\n## ").removeprefix("#")
-
     parts = FENCE.split(markdown)
-    parts[::2] = [KEYS.sub(keys, LINK.sub(moved, part)) for part in parts[::2]]
+    parts[::2] = [LINK.sub(moved, part) for part in parts[::2]]
     return "".join(parts)
 
 

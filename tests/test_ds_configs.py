@@ -17,7 +17,8 @@ from ds_zo.config import backend_of, resolve
 from ds_zo.config.docs import BEGIN, END, key_tables, write_tables
 from ds_zo.config.rules import far_rate
 
-FOLDER = Path(__file__).parents[1] / "ds_configs"
+REPO = Path(__file__).parents[1]
+FOLDER = REPO / "ds_configs"
 BACKEND_OF_FILE = {"zo": "zo", "lomo": "lomo", "lsp": "lsp", "zero_offload": None, "zero3": None}
 MAY_DIFFER = {"optimizer", "zero_optimization"}
 
@@ -77,11 +78,11 @@ def test_the_schedule_peaks_at_the_optimizers_own_lr(name: str) -> None:
     assert used[1] == pytest.approx(0.1 * lr)
 
 
-def test_readme_names_every_file_and_its_key_tables_are_current() -> None:
-    text = (FOLDER / "README.md").read_text()
+def test_the_page_of_keys_names_every_file_and_its_key_tables_are_current() -> None:
+    text = (REPO / "docs" / "keys.md").read_text()
     assert all(f"`{name}.json`" in text for name in BACKEND_OF_FILE)
     tables = text.partition(BEGIN)[2].partition(END)[0].strip()
-    assert tables == key_tables(), "run: python -m ds_zo.config --write ds_configs/README.md"
+    assert tables == key_tables(), "run: python -m ds_zo.config --write docs/keys.md"
 
 
 def test_every_key_of_the_tables_says_what_it_means() -> None:
@@ -111,7 +112,7 @@ def test_the_command_prints_the_tables(run_python: Callable[..., str]) -> None:
 
 def test_migration_page_json_is_valid_and_its_edit_is_enough() -> None:
     """What the page says of a stock JSON, done to one."""
-    page = (FOLDER / "MIGRATION.md").read_text(encoding="utf-8")
+    page = (REPO / "docs" / "converting.md").read_text(encoding="utf-8")
     [example] = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL)]
     assert resolve(example, client_optimizer=True).optimizer.zo_eps == 1e-3
     stock = load("zero_offload")

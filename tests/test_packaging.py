@@ -82,7 +82,7 @@ def test_cli_prints_every_key_table(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert main(["config"]) == 0
     shown = capsys.readouterr().out
-    assert shown.strip() in (REPO / "ds_configs" / "README.md").read_text(encoding="utf-8")
+    assert shown.strip() in (REPO / "docs" / "keys.md").read_text(encoding="utf-8")
     for key in ("zo_eps", "clip_grad_value", "subspace_dim", "device_slots"):
         assert key in shown
 

@@ -1,4 +1,4 @@
-"""Models of the `ds_zo` section. The text under each field is its meaning in `ds_configs/README.md`."""
+"""Models of the `ds_zo` section. The text under each field is its meaning in `docs/keys.md`."""
 
 from __future__ import annotations
 

@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-from ds_zo.config.docs import key_tables
-
 REPO = Path(__file__).parents[2]
 _found = importlib.util.spec_from_file_location("docs_hooks", REPO / "launch" / "docs_hooks.py")
 assert _found is not None and _found.loader is not None
@@ -47,13 +45,6 @@ def test_a_wrong_link_and_code_are_left_alone() -> None:
 def test_a_folder_without_a_page_becomes_a_list_of_its_files() -> None:
     text = hooks.text_of("launch/examples")
     assert text.startswith("# launch/examples\n") and "- [trainer.py](trainer.py)\n" in text
-
-
-def test_the_page_of_keys_has_every_table() -> None:
-    page = shown((REPO / "docs" / "keys.md").read_text(encoding="utf-8"), at="keys.md")
-    rows = [line for line in key_tables().splitlines() if line.startswith("| `")]
-    assert len(rows) > 50 and all(row in page.splitlines() for row in rows)
-    assert "\n## `ds_zo.stream`\n" in page and "\n### " not in page
 
 
 def test_an_old_address_leads_to_a_heading_of_a_page(tmp_path: Path) -> None:
