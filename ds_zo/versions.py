@@ -19,8 +19,6 @@ from importlib import metadata
 from types import SimpleNamespace
 from typing import Any
 
-Release = tuple[int, ...]
-
 
 @dataclass(frozen=True)
 class Range:
@@ -36,7 +34,10 @@ class Range:
         return f">={self.first},<{self.end}"
 
     def contains(self, version: str) -> bool:
-        return parse(self.first) <= parse(version) < parse(self.end)
+        """Whether a version is inside, by PEP 440: pre-releases of `first` and of `end` are not."""
+        from packaging.specifiers import SpecifierSet  # here: launch/versions.py reads this file without packages
+
+        return SpecifierSet(str(self)).contains(version, prereleases=True)
 
 
 SUPPORTED = {
@@ -50,17 +51,11 @@ SUPPORTED = {
 """The one table of supported versions. `pyproject.toml` and docs/support.md say the same, and a test compares them."""
 
 
-def parse(version: str) -> Release:
-    """The numbers of a version, without suffixes such as "+cpu", "rc1" or ".dev0": (2, 13, 0)."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
-
-
 @cache
 def installed(package: str) -> str | None:
     """The installed version of a package; None without one. The package is not imported."""
     if package == "python":
-        return platform.python_version()
+        return platform.python_version().removesuffix("+")  # which marks a build from a checkout
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -75,11 +70,13 @@ def remedy(package: str) -> str:
 
 def check(package: str, version: str) -> str | None:
     """A warning about a version outside the supported range; None inside it. Raises if the version is known to fail."""
+    from packaging.version import Version
+
     supported = SUPPORTED[package]
     if supported.contains(version):
         return None
     text = f"ds_zo supports {package} {supported}, got {package} {version}"
-    if supported.fails_below is not None and parse(version) < parse(supported.fails_below):
+    if supported.fails_below is not None and Version(version) < Version(supported.fails_below):
         raise ImportError(f"{text}, with which it fails: {remedy(package)}")
     return f"{text}, with which it is not tested: if something fails, {remedy(package)}"
 
@@ -95,8 +92,10 @@ def check_installed() -> None:
 
 
 def _before(package: str, version: str) -> bool:
-    """Whether the installed release of `package` is older than `version`."""
-    return parse(installed(package) or version) < parse(version)
+    """Whether the installed release of `package` is older than `version`. A pre-release has its release's code."""
+    from packaging.version import Version
+
+    return Version(installed(package) or version).release < Version(version).release
 
 
 def add_engine_attributes(engine: Any) -> None:

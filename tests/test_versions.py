@@ -35,6 +35,11 @@ def test_installed_versions_are_supported() -> None:
     [
         ("torch", "2.13.0+cpu", True),
         ("torch", "2.14.0a0+git1234", False),
+        ("torch", "2.13.1rc2", True),
+        ("torch", "2.14.0.dev20270101+cu130", False),
+        ("deepspeed", "0.18.6rc1", False),
+        ("deepspeed", "0.18.6+d7ab3d2", True),
+        ("deepspeed", "0.18.6.post1", True),
         ("transformers", "4.57.1", True),
         ("transformers", "4.57.0", False),
         ("transformers", "5.22.9", True),
@@ -53,7 +58,9 @@ def test_a_version_outside_is_warned_of_with_range_and_remedy(package: str, vers
         assert f"pip install '{package}{versions.SUPPORTED[package]}'" in text
 
 
-@pytest.mark.parametrize(("package", "version"), [("deepspeed", "0.18.2"), ("transformers", "4.55.4")])
+@pytest.mark.parametrize(
+    ("package", "version"), [("deepspeed", "0.18.2"), ("deepspeed", "0.18.3rc1"), ("transformers", "4.55.4")]
+)
 def test_a_version_that_fails_is_refused(package: str, version: str) -> None:
     with pytest.raises(ImportError, match=rf"got {package} {version}, with which it fails: pip install"):
         versions.check(package, version)
