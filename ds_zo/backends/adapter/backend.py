@@ -132,20 +132,21 @@ class AdapterBackend(RecomputedBackend):
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         self._trained.check_groups()
+        self._trained.share_gradients()
         scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
         with (
             self.plain_parameters(),
             nullcontext() if self._base is None else self._base.backward_pass(retain_graph=retain_graph),
         ):
             scaled.backward(retain_graph=retain_graph)
-        self._trained.collect_gradients()
+        self._trained.share_gradients()
 
     # Step
 
     def step(self) -> StepOutcome:
         """Averages, unscales and clips the gradients, and calls `step()` of the optimizer. A gradient that is not
         finite skips the step."""
-        self._trained.collect_gradients()
+        self._trained.share_gradients()
         self._trained.adopt_changes()
         self._trained.average_gradients()
         scale = 1.0 if self._scaler is None else self._scaler.scale

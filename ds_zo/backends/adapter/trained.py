@@ -2,8 +2,12 @@
 
 [Note: float32 masters] An AdamW step of a LoRA weight is often smaller than half the distance between two bfloat16
 numbers, and would be lost. So the optimizer is given a float32 copy of each 16-bit parameter, as by DeepSpeed's own
-bf16 and fp16 optimizers. Gradients are summed in float32. After a step the parameters are the rounded masters. A
-parameter that a user has changed since then differs from its rounded master. The master takes over such elements.
+bf16 and fp16 optimizers. After a step the parameters are the rounded masters. A parameter that a user has changed since
+then differs from its rounded master. The master takes over such elements.
+
+[Note: one gradient] autograd sums the gradient of a 16-bit parameter in float32 (`grad_dtype`), and the master has the
+same tensor as its `grad`. So a script that clips or changes gradients between `backward` and `step` changes the update,
+whether it takes the parameters of the model or of the optimizer.
 """
 
 from __future__ import annotations
@@ -20,16 +24,26 @@ from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.streaming.placement import adapter_ids
 
 
-@dataclass(frozen=True)
+@dataclass
 class Trained:
     name: str
     parameter: nn.Parameter
     master: nn.Parameter
     """The parameter that the optimizer updates: in float32, or `parameter` itself if that is not 16-bit."""
+    shared_gradient: torch.Tensor | None = None
+    """The gradient that parameter and master had when they were last given the same one."""
 
     @property
     def has_master(self) -> bool:
         return self.master is not self.parameter
+
+    def share_gradient(self) -> None:
+        """Gives parameter and master the same gradient: the one that was replaced, by a backward or a script."""
+        if self.master.grad is self.shared_gradient:
+            self.master.grad = self.parameter.grad
+        else:
+            self.parameter.grad = self.master.grad
+        self.shared_gradient = self.master.grad
 
 
 class AdapterParameters:
@@ -63,6 +77,7 @@ class AdapterParameters:
                 if p.dtype in (torch.bfloat16, torch.float16):
                     master = nn.Parameter(p.detach().float())
                     group["params"][i] = master
+                    _set_grad_dtype(p, torch.float32)
                     if p in optimizer.state:
                         optimizer.state[master] = optimizer.state.pop(p)
                 self._trained.append(Trained(names[id(p)], p, master))
@@ -93,18 +108,14 @@ class AdapterParameters:
                     "averaged, clipped or dropped: unfreeze it before initialize, or freeze it again"
                 )
 
-    def collect_gradients(self) -> None:
-        """Adds the gradients of 16-bit parameters to those of their masters, and frees them. Drops gradients of
-        parameters that are not the module's."""
+    def share_gradients(self) -> None:
+        """Brings the gradients of masters and parameters together ([Note: one gradient]). Drops gradients of parameters
+        that are not the module's."""
         for p in self._foreign:
             p.grad = None
         for t in self._trained:
-            if t.has_master and t.parameter.grad is not None:
-                grad, t.parameter.grad = t.parameter.grad, None
-                if t.master.grad is None:
-                    t.master.grad = grad.float()
-                else:
-                    t.master.grad.add_(grad)
+            if t.has_master:
+                t.share_gradient()
 
     def average_gradients(self) -> None:
         """Replaces gradients by their mean over the ranks. A gradient that some ranks lack counts as zero there. One
@@ -137,7 +148,7 @@ class AdapterParameters:
 
     def drop_gradients(self) -> None:
         for t in self._trained:
-            t.parameter.grad = t.master.grad = None
+            t.parameter.grad = t.master.grad = t.shared_gradient = None
 
     # Masters: see [Note: float32 masters]
 
@@ -162,6 +173,8 @@ class AdapterParameters:
         for group in self._optimizer.param_groups:
             group["params"] = [parameter_of.get(id(p), p) for p in group["params"]]
         for t in self._trained:
+            if t.has_master:
+                _set_grad_dtype(t.parameter, t.parameter.dtype)
             if t.has_master and t.master in self._optimizer.state:
                 self._optimizer.state[t.parameter] = self._optimizer.state.pop(t.master)
 
@@ -200,7 +213,7 @@ class AdapterParameters:
                 t.master.copy_(saved.get(t.name, t.parameter))
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        self.collect_gradients()
+        self.share_gradients()
         return {t.name: t.master.grad.cpu() for t in self._trained if t.master.grad is not None}
 
     def check_gradients(self, saved: Mapping[str, torch.Tensor]) -> None:
@@ -209,8 +222,8 @@ class AdapterParameters:
     def load_gradients(self, saved: Mapping[str, torch.Tensor]) -> None:
         for t in self._trained:
             grad = saved.get(t.name)
-            t.parameter.grad = None
             t.master.grad = None if grad is None else grad.to(t.master.device, t.master.dtype, copy=True)
+            t.parameter.grad = t.shared_gradient = t.master.grad
 
     def __iter__(self) -> Any:
         return iter(self._trained)
@@ -223,6 +236,13 @@ def with_low_bits(stored: torch.Tensor, master: torch.Tensor, dtype: torch.dtype
     """The master of a parameter of `dtype`. Elements that a user has changed since the last step are not in the master
     yet, and are those of `stored` ([Note: float32 masters])."""
     return torch.where(master.to(dtype) == stored.to(dtype), master, stored)
+
+
+def _set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Sets the dtype in which autograd sums the gradient of a parameter, and converts the gradient that it has."""
+    grad, parameter.grad = parameter.grad, None
+    parameter.grad_dtype = dtype
+    parameter.grad = None if grad is None else grad.to(dtype)
 
 
 def _check_shapes(here: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], what: str) -> None:

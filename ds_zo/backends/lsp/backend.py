@@ -225,7 +225,7 @@ class LSPBackend(Backend):
         with self._unwatched_weights():
             pending = [g for g in self._groups.on_host if g.phase is GroupPhase.UPDATE_PENDING and g.unit is None]
             self.apply_pending_updates()  # of the layers that the forward pass did not use
-            self._clear_dropped_gradients()
+            self._check_left_gradients()
             self._trained.follow(self.param_groups)
             self._passes.run(
                 loss if self._scaler is None else loss.float() * self._scaler.scale,
@@ -243,7 +243,7 @@ class LSPBackend(Backend):
 
     def _step(self) -> StepOutcome:
         self.apply_pending_updates()  # a backward pass outside engine.backward does not apply them
-        self._clear_dropped_gradients()
+        self._check_left_gradients()
         self._trained.follow(self.param_groups)
         self._passes.held_gradients.compress()
         self._states_of_other_ranks = {}
@@ -293,12 +293,18 @@ class LSPBackend(Backend):
             matrix.clear()
         self.module.zero_grad(set_to_none=True)
 
-    def _clear_dropped_gradients(self) -> None:
+    def _check_left_gradients(self) -> None:
         """Finds whole gradients that a script has dropped by `p.grad = None`. If it has dropped all of them, the
-        projected sums, which it cannot reach, are cleared too."""
+        projected sums, which it cannot reach, are cleared too. Raises if the script has changed some."""
         summing = [group.matrices for group in self._groups.on_host if group.phase is GroupPhase.SUMMING]
         summing += [group.matrices for group in self._groups.on_device]
         whole = [matrix for matrices in summing for matrix in matrices if matrix.has_total and matrix.total is None]
+        if (changed := next((matrix for matrix in whole if matrix.has_changed_gradient), None)) is not None:
+            raise ValueError(
+                "LSP takes most gradients inside the backward pass, so a script's change of p.grad would reach some "
+                f"parameters only, got a changed gradient of {changed.name}: set gradient_clipping in the JSON, scale "
+                "the loss, or drop all gradients by engine.zero_grad()"
+            )
         dropped = [matrix for matrix in whole if matrix.whole_gradient is None]
         if dropped and len(dropped) == len(whole):
             self.zero_grad()
@@ -362,7 +368,7 @@ class LSPBackend(Backend):
 
     def rank_state(self) -> dict[str, Any]:
         self._groups.undo_updates()
-        self._clear_dropped_gradients()
+        self._check_left_gradients()
         self._passes.held_gradients.compress()
         if self.ranks is not None:
             self.apply_pending_updates()

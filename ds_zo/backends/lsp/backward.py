@@ -132,6 +132,7 @@ class LSPBackwardPass:
             matrix.has_total = True
             if matrix.held_gradient is not None:
                 p.grad, matrix.held_gradient = matrix.held_gradient.add_(grad), None
+            matrix.leave_gradient()
         elif not self._calibrates_on_averages or self._order is None or self._order.has_passed(matrix):
             self._compress_or_hold(matrix, grad)
         if self._order is not None:

@@ -117,6 +117,8 @@ class MatrixState:
     """The parameter's block is streamed: its weights are on the device in its forward and backward only."""
     held_gradient: torch.Tensor | None = None
     """The gradient of a streamed whole parameter while its block is not on the device; otherwise None."""
+    gradient_left: tuple[int, int] | None = None
+    """Address and version counter of `.grad` when its hook had run. None: this object has changed `.grad` since."""
     is_fitted: bool = False
     """The first calibration is over, or projectors are not fitted at all."""
 
@@ -146,6 +148,7 @@ class MatrixState:
 
     def restore_gradient(self, grad: torch.Tensor, *, device: torch.device) -> None:
         """Sets a whole parameter's gradient again, after an undone update or from a checkpoint."""
+        self.gradient_left = None
         grad = grad.to(device, self.parameter.dtype)
         if self.is_streamed:
             self.held_gradient = grad
@@ -153,12 +156,26 @@ class MatrixState:
             self.parameter.grad = grad
 
     def drop_gradient(self) -> None:
-        self.parameter.grad = self.held_gradient = None
+        self.parameter.grad = self.held_gradient = self.gradient_left = None
+
+    def leave_gradient(self) -> None:
+        """Called when the hook of a whole parameter has run. See `has_changed_gradient`."""
+        self.gradient_left = _identity(self.parameter.grad)
+
+    @property
+    def has_changed_gradient(self) -> bool:
+        """Whether a script has changed or replaced the gradient of a whole parameter."""
+        grad = self.parameter.grad
+        return self.gradient_left is not None and grad is not None and _identity(grad) != self.gradient_left
 
     def clear(self) -> None:
         """Drops the gradients since the last step."""
         self.has_total = False
         self.drop_gradient()
+
+
+def _identity(grad: torch.Tensor | None) -> tuple[int, int] | None:
+    return None if grad is None else (grad.data_ptr(), grad._version)
 
 
 @dataclass(eq=False)

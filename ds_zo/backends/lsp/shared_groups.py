@@ -137,7 +137,7 @@ class SharedHostGroup(HostGroup):
         for i, (matrix, share) in enumerate(zip(self.matrices, self._flags.tolist(), strict=True)):
             matrix.has_total = share > 0
             if matrix.has_total and i in self._whole_grads:
-                matrix.parameter.grad = self._whole_grads[i]
+                matrix.restore_gradient(self._whole_grads[i], device=matrix.parameter.device)
         self._whole_grads = {}
         self.job = None
         self.phase = GroupPhase.SUMMING
