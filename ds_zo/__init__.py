@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ds_zo.planner.plan import plan
     from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_MODEL
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "EMBEDDED_MODEL",
     "ConfigError",
