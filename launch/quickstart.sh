@@ -17,4 +17,11 @@ fi
 
 cd "$repo"
 say "${launcher[*]} launch/train.py --deepspeed ds_configs/zo.json $*"
-exec "${launcher[@]}" launch/train.py --deepspeed ds_configs/zo.json "$@"
+"${launcher[@]}" launch/train.py --deepspeed ds_configs/zo.json "$@"
+
+cat <<'NEXT'
+
+Next: .venv/bin/ds-zo plan --model NAME --gpu RTX4090 --host-memory-gb 64    (the method for your model and card)
+      .venv/bin/ds-zo train --method adapter --model NAME --task chat --data conversations.jsonl
+      .venv/bin/ds-zo convert ds_config.json --to adalomo --out adalomo.json    (your own script, its JSON)
+NEXT

@@ -18,6 +18,7 @@ from ds_zo.bench import machine
 from ds_zo.bench.machine_rates import noise_rate
 from ds_zo.cli import main
 from ds_zo.config.resolve import resolve
+from ds_zo.planner import plan, render
 
 
 def write_config(folder: Path, text: str) -> None:
@@ -61,6 +62,32 @@ def test_plan_of_one_backend_shows_parts_and_json(capsys: pytest.CaptureFixture[
     assert lomo["config"]["optimizer"]["params"] == {"lr": 1e-2, "clip_grad_value": 0.5}
 
 
+def test_plan_names_the_method_to_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run with little memory to spare is not the first choice; nothing is named where nothing fits."""
+    out = tmp_path / "ds_config.json"
+    command = ["plan", "--model", "random:llama-1.3b", "--seq", "128", "--gpu", "rtx 4090"]
+    assert main([*command, "--host-memory-gb", "64", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "use: adalomo at a learning rate of 0.0005" in shown and f"JSON: {out}" in shown
+    assert "for LoRA instead: lora at a learning rate of 0.0001" in shown
+    assert "GPU 24 GB" in shown and "rates: RTX4090, from its data sheet" in shown and "GB are 10**9" in shown
+    assert resolve(json.loads(out.read_text())).backend == "adalomo"
+    found = plan("random:opt-tiny", seq=32, host_memory_gb=1.5, backends=["adalomo", "zo"])
+    assert found["adalomo"].is_tight and found["adalomo"].host_peak_nbytes > 0.95 * 1.5e9
+    assert "without memory to spare" in render(found) and " tight " in render(found)
+    assert not plan("random:opt-tiny", seq=32, host_memory_gb=1.6, backends=["adalomo"])["adalomo"].is_tight
+    assert main(["plan", "--model", "random:opt-tiny", "--seq", "32", "--host-memory-gb", "1"]) == 0
+    assert "use: nothing fits; " in capsys.readouterr().out
+
+
+def test_a_four_bit_base_is_planned_beside_the_others() -> None:
+    """Streamed by ds_zo, and on the GPU by bitsandbytes as in the row of docs/adapters.md: 8,093 tokens/s, 6.9 GB."""
+    found = plan("random:llama-7b", batch=4, seq=1024, backends=["adapter", "adapter-nf4", "qlora"])
+    assert found["adapter-nf4"].config["zero_optimization"]["ds_zo"]["stream"] == {"frozen_dtype": "nf4"}
+    assert found.tokens_per_s(found["qlora"]) == pytest.approx(8093, rel=0.1)
+    assert found["qlora"].device_peak_nbytes / 1e9 == pytest.approx(6.9, rel=0.06)
+
+
 def test_plan_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     hf.ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2).save_pretrained(tmp_path / "vit")
     write_config(tmp_path / "unknown", '{"model_type": "nonsuch"}')
@@ -91,6 +118,8 @@ def test_plan_tells_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[
             "planned for zo, lomo, adalomo, lsp, adapter, got some of adamw",
         ),
         (["--stream", '{"wire_dtype": "fp8"}', "--backend", "lomo"], "(ds_zo.stream.wire_dtype)"),
+        (["--gpu", "RTX4080"], 'did you mean "RTX4090"? (--gpu)'),
+        (["--gpu", "T4"], "T4 has no bf16, got a plan in bf16: plan in fp16"),
         (["--gpus", "0", "--backend", "zo"], "gpus and nodes must be >= 1, got 0 and 1"),
     ):
         assert main(["plan", "--model", "random:opt-tiny", "--seq", "16", *arguments]) == 1

@@ -219,8 +219,8 @@ def _model(name: str, nbytes: int) -> Check:
     total = host_total_bytes()
     found = f"{name}: {nbytes / 1e9:.1f} GB of weights in bf16, {total / 1e9:.1f} GB of host memory"
     remedy = (
-        "streamed weights do not fit host memory or the container's limit: raise it, or store them in fewer bits (ZO's "
-        "wire_dtype)"
+        "streamed weights do not fit host memory or the container's limit: raise it, or store them in fewer bits: "
+        f"frozen_dtype nf4 under LoRA, {nbytes * 0.5625 / 2e9:.1f} GB (ds-zo convert --to adapter), or ZO's wire_dtype"
     )
     return Check.of("model", found, warn=nbytes > total, remedy=remedy)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ds_zo.commands.arguments import DEFAULT_SEQ, add_command, add_machine, unprinted
+from ds_zo.commands.arguments import DEFAULT_SEQ, add_command, add_machine, machine_rates, unprinted
 from ds_zo.config import BACKENDS, backend_of, resolve_for_evaluation, with_section_on_top
 from ds_zo.config.convert import (
     Conversion,
@@ -29,8 +29,13 @@ _EXAMPLES = (
     "ds-zo convert ds_config.json --to zo --model facebook/opt-13b --device-memory-gb 24 --host-memory-gb 64 > zo.json",
     "ds-zo convert --check zo.json",
 )
-_OF_PLANS = ("device_memory_gb", "host_memory_gb", "seq", "rates", "batch")
+_OF_PLANS = ("device_memory_gb", "host_memory_gb", "seq", "rates", "gpu", "batch")
 """Options that have an effect only beside --model."""
+_IN_4_BITS: tuple[dict[str, Any], ...] = (
+    {"frozen_dtype": "nf4"},
+    {"frozen_dtype": "nf4", "offload_activations": True},
+)
+"""Stored forms of a frozen base that are written where the model's dtype does not fit."""
 
 
 def add(commands: Any) -> None:
@@ -126,31 +131,38 @@ def _check(ds_config: dict[str, Any]) -> None:
 
 def _planned(args: argparse.Namespace, ds_config: dict[str, Any], first: Conversion) -> tuple[Conversion, list[str]]:
     """The conversion for a model on a GPU, and lines on its memory and speed."""
-    from ds_zo.planner import load_rates, plan
+    from ds_zo.planner import load_model, plan
 
     config = first.config
-    section = config.get("ds_zo") or config.get("zero_optimization", {}).get("ds_zo") or {}
+    section = config.get("zero_optimization", {}).get("ds_zo") or {}
     params = config["optimizer"].get("params", {}) if "optimizer" in config else section.get("params") or {}
+    dtype, batch = _dtype(config), args.batch if args.batch is not None else _micro_batch(config)
+    if batch < 1 or args.seq < 2:
+        raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {args.seq} (--batch, --seq)")
+    rates = machine_rates(args, dtype=dtype)
     decides = args.device_memory_gb is not None
-    found = plan(
-        args.model,
-        device_memory_gb=args.device_memory_gb,
-        host_memory_gb=args.host_memory_gb,
-        batch=args.batch if args.batch is not None else _micro_batch(config),
-        seq=args.seq,
-        dtype=_dtype(config),
-        backends=[args.to],
-        stream=_written(section.get("stream") or {}),
-        params=_written(params),
-        offload=None if decides else first.streams,
-        rates=load_rates(args.rates) if args.rates else None,
-    )
-    estimate = found[args.to]
+    stream = _written(section.get("stream") or {})
+    model = load_model(args.model, batch=batch, seq=args.seq, dtype=dtype, rates=rates)
+    form: dict[str, Any] = {}
+    for form in ({}, *(_IN_4_BITS if args.to == "adapter" and "frozen_dtype" not in stream else ())):
+        found = plan(
+            model,
+            device_memory_gb=args.device_memory_gb,
+            host_memory_gb=args.host_memory_gb,
+            backends=[args.to],
+            stream=stream | form,
+            params=_written(params),
+            offload=None if decides else first.streams,
+        )
+        estimate = found[args.to]
+        if estimate.fits:
+            break
     streams = "offload_param" in estimate.config.get("zero_optimization", {})
     converted = convert(
         ds_config,
         to=args.to,
         stream=streams if decides else None,
+        form=form if estimate.fits else {},
         device_memory_gb=args.device_memory_gb,
         num_parameters=found.num_parameters,
     )

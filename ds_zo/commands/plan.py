@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
-from ds_zo.commands.arguments import add_command, add_machine, json_object, unprinted
+from ds_zo.commands.arguments import add_command, add_machine, json_object, machine_rates, unprinted
 
 
 def add(commands: Any) -> None:
     plan = add_command(
         commands,
         "plan",
-        help="memory and speed of every backend on a GPU, computed before anything is allocated",
+        help="memory and speed of every backend on a GPU, and which one to use",
+        about="Computes memory and speed of every method before anything is allocated, and names the one to use.",
         examples=(
+            "ds-zo plan --model facebook/opt-13b --gpu RTX4090 --host-memory-gb 64 --out ds_config.json",
             "ds-zo plan --model facebook/opt-13b --device-memory-gb 24 --host-memory-gb 64",
             "ds-zo plan --model random:opt-6.7b --backend zo --details",
         ),
@@ -31,13 +34,15 @@ def add(commands: Any) -> None:
     plan.add_argument("--gpus", type=int, default=1, help="of each machine, data parallel (default: %(default)s)")
     plan.add_argument("--nodes", type=int, default=1, help="machines (default: %(default)s)")
     plan.add_argument("--details", action="store_true", help="bytes by part and the JSON to use, for every backend")
+    plan.add_argument("--out", type=Path, metavar="FILE", help="write the JSON of the method to use here")
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
     plan.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    from ds_zo.planner import load_rates, plan, render, render_scaling, scale
+    from ds_zo.planner import plan, render, render_scaling, scale
 
+    rates = machine_rates(args, dtype=args.dtype)
     found = unprinted(
         plan,
         args.model,
@@ -51,12 +56,18 @@ def run(args: argparse.Namespace) -> None:
         params=json_object(args.params, "--params"),
         offload=args.offload,
         checkpointing=args.checkpointing,
-        rates=load_rates(args.rates) if args.rates else None,
+        rates=rates,
     )
     scaled = scale(found, gpus=args.gpus, nodes=args.nodes) if (args.gpus, args.nodes) != (1, 1) else []
+    if args.out is not None:
+        if found.recommended is None:
+            raise ValueError(f"a JSON is written for what fits, got no method that does: plan without it ({args.out})")
+        args.out.write_text(json.dumps(found.recommended.config, indent=2) + "\n", encoding="utf-8")
     if args.json:
         print(json.dumps(found.to_json() | {"scaled": [s.to_json() for s in scaled]}, indent=2))
         return
     print(render(found, details=args.details))
+    if found.recommended is not None:
+        print(f"JSON: {args.out}" if args.out else "JSON: --out FILE writes it")
     if scaled:
         print("\n" + render_scaling(scaled))

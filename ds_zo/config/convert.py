@@ -79,12 +79,14 @@ def convert(
     *,
     to: str,
     stream: bool | None = None,
+    form: Mapping[str, Any] | None = None,
     device_memory_gb: float | None = None,
     num_parameters: int | None = None,
 ) -> Conversion:
     """Converts a JSON to the backend `to`. The input stays as it is.
 
-    `stream` says whether blocks stream; None: as the JSON says, or as its stage needs. `device_memory_gb` limits the
+    `stream` says whether blocks stream; None: as the JSON says, or as its stage needs. `form` are keys of
+    `ds_zo.stream` without which the run does not fit. `device_memory_gb` limits the
     device memory of a streamed run. `num_parameters` chooses the learning rate; None: that of a 7B model.
     """
     entry = entry_of(to)
@@ -98,6 +100,8 @@ def convert(
     _convert_optimizer(draft, source)
     _convert_precision(draft)
     _convert_section(draft, device_memory_gb=device_memory_gb if stream else None)
+    for key, value in (form or {}).items():
+        draft.set(f"{SECTION_AT}.stream.{key}", value, "planned: without it the run does not fit")
     _convert_accumulation(draft)
     start = starting_rate(to, num_parameters=num_parameters, is_clipped=_clips(draft))
     lr, lr_source = _convert_rates(draft, source, start)
@@ -399,7 +403,7 @@ def _convert_rates(draft: Draft, source: str | None, start: StartingRate) -> tup
         return (old, "as the JSON has it") if old is not None else (start.lr, start.basis)
     is_adam = source is None and (draft.is_client or "adam" in str(_type_before(draft)).lower())
     lr, why, basis = start.lr, start.source, start.basis
-    if entry.adamw_rates and is_adam and old:
+    if entry.adamw_rates and is_adam and old and not (entry.stock_types and old < lr):
         lr = float(old)
         why = basis = (
             "AdamW's rate: the optimizer stays"
@@ -407,7 +411,7 @@ def _convert_rates(draft: Draft, source: str | None, start: StartingRate) -> tup
             else f"AdamW's rate: {entry.optimizer_type}'s updates of a matrix are as large as AdamW's"
         )
     if draft.is_client:
-        keep = " (AdamW's own is right too)" if entry.adamw_rates else ""
+        keep = " (AdamW's own is right too)" if entry.adamw_rates and not entry.stock_types else ""
         draft.note(
             f"the script's optimizer has the learning rate: set it to {lr:g}{keep}, for Trainer by learning_rate"
         )

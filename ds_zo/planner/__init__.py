@@ -3,17 +3,19 @@
 from ds_zo.planner.estimate import Estimate, Limits
 from ds_zo.planner.models import Model, load_model
 from ds_zo.planner.plan import Plan, contenders, plan
-from ds_zo.planner.rates import Rates, load_rates
+from ds_zo.planner.rates import CARDS, Rates, card_rates, load_rates
 from ds_zo.planner.scaling import Scaled, render_scaling, scale
 from ds_zo.planner.table import render
 
 __all__ = [
+    "CARDS",
     "Estimate",
     "Limits",
     "Model",
     "Plan",
     "Rates",
     "Scaled",
+    "card_rates",
     "contenders",
     "load_model",
     "load_rates",

@@ -121,6 +121,14 @@ class Estimate:
     def fits(self) -> bool:
         return self.fits_device and self.fits_host
 
+    @property
+    def is_tight(self) -> bool:
+        """Whether it fits with less than a twentieth of the memory to spare. Streaming fills the device on purpose."""
+        limits = self.limits
+        used = [] if self.up_nbytes else [(self.device_peak_nbytes, limits.device_nbytes)]
+        used.append((self.host_peak_nbytes, limits.host_nbytes))
+        return self.fits and any(limit is not None and nbytes > 0.95 * limit for nbytes, limit in used)
+
     def to_json(self) -> dict[str, Any]:
         shown = asdict(self)
         for name in ("limits", "sharded", "shared", "streams_on_one_rank", "gathers_weights", "shards"):
@@ -131,6 +139,7 @@ class Estimate:
             "host_nbytes": self.host_nbytes,
             "host_peak_nbytes": self.host_peak_nbytes,
             "fits": self.fits,
+            "is_tight": self.is_tight,
             "fits_device": self.fits_device,
             "fits_host": self.fits_host,
             "steps_per_s": 1.0 / self.step_s,

@@ -16,6 +16,7 @@ from ds_zo.config.section import NEED_STREAMING, StreamConfig
 from ds_zo.config.stock import parse
 from ds_zo.planner.estimate import Estimate, Limits
 from ds_zo.planner.models import Dtype, Model, load_model
+from ds_zo.planner.qlora import estimate_qlora
 from ds_zo.planner.rates import Rates
 from ds_zo.planner.stock import (
     estimate_low_rank,
@@ -114,15 +115,40 @@ _STOCK: dict[str, Callable[[Model, Limits, Options], Estimate]] = {
     "torch-adamw": partial(_stock, estimate_torch_adamw),
     "sgd": partial(_stock, estimate_on_device, optimizer="sgd"),
     "lora": partial(_stock, estimate_low_rank, method="lora"),
+    "qlora": partial(_stock, estimate_qlora),
     "galore": partial(_stock, estimate_low_rank, method="galore"),
 }
 """The estimates of methods that our backends are compared with."""
 
 
+IN_4_BITS = "adapter-nf4"
+"""The row of the backend adapter over a base that is stored and streamed in four bits."""
+
+
+def _in_4_bits(model: Model, limits: Limits, options: Options) -> Estimate:
+    stream = StreamConfig(**options.stream.model_dump(exclude_unset=True) | {"frozen_dtype": "nf4"})
+    whole = replace(options, stream=stream, offload=True)
+    return replace(_own(entry_of("adapter"), model, limits, whole), contender=IN_4_BITS)
+
+
 def contenders() -> dict[str, Callable[[Model, Limits, Options], Estimate]]:
     """The estimate of each backend and of each method that it is compared with, in the order of the table's rows."""
     own = {entry.name: partial(_own, entry) for entry in entries() if entry.planner is not None}
-    return {**own, **_STOCK}
+    return {**own, IN_4_BITS: _in_4_bits, **_STOCK}
+
+
+ADAPTERS = ("lora", "qlora", "adapter", IN_4_BITS)
+"""Methods that train LoRA adapters over a frozen base."""
+ORDER: tuple[tuple[str, ...], ...] = (
+    ("adamw",),
+    ("adalomo",),
+    ("lomo",),
+    ("lsp",),
+    ("zero-offload", "zero-offload-bf16", "zero-3", "zero-3-bf16"),
+    ADAPTERS,
+    ("zo",),
+)
+"""Methods in the order in which they are recommended, all weights with gradients first. The fastest of a group."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +172,24 @@ class Plan:
     def __getitem__(self, contender: str) -> Estimate:
         return next(e for e in self.estimates if e.contender == contender)
 
+    @property
+    def recommended(self) -> Estimate | None:
+        """The method to use: the first of `ORDER` that fits, with memory to spare if any does; None if none fits."""
+        return self._first(ORDER)
+
+    @property
+    def recommended_adapter(self) -> Estimate | None:
+        """The same among methods that train LoRA adapters alone."""
+        return self._first((ADAPTERS,))
+
+    def _first(self, order: Sequence[Collection[str]]) -> Estimate | None:
+        for may_be_tight in (False, True):
+            for methods in order:
+                found = [e for e in self.estimates if e.contender in methods and e.fits and e.is_tight <= may_be_tight]
+                if found:
+                    return min(found, key=lambda e: e.step_s)
+        return None
+
     def tokens_per_s(self, estimate: Estimate) -> float:
         return self.batch * self.seq / estimate.step_s
 
@@ -163,6 +207,7 @@ class Plan:
             "rates": self.rates.to_json(),
             "estimates": [e.to_json() | {"tokens_per_s": self.tokens_per_s(e)} for e in self.estimates],
             "left_out": dict(self.left_out),
+            "recommended": None if self.recommended is None else self.recommended.contender,
         }
 
 
@@ -188,7 +233,7 @@ def plan(
     small, or where `stream` has a key that needs streaming. `checkpointing` is activation checkpointing."""
     known = contenders()
     chosen = list(dict.fromkeys(backends or known))
-    own = [name for name in known if name not in _STOCK]
+    own = [name for name in known if name not in (*_STOCK, IN_4_BITS)]
     unknown = [name for name in chosen if name not in known]
     if unknown and unknown[0] in backend_names():
         raise ValueError(
@@ -242,7 +287,7 @@ def plan(
 
 def _refused_dtype(name: str, dtype: Dtype) -> str | None:
     """Why a method cannot train in a dtype; None if it can."""
-    if name in _STOCK:
+    if name in (*_STOCK, IN_4_BITS):
         return _BF16_ONLY if name in _IN_BF16 and dtype != "bf16" else None
     return _NO_FP16 if dtype == "fp16" and entry_of(name).refuses_fp16 else None
 

@@ -52,6 +52,52 @@ class Rates:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Card:
+    """A GPU by its data sheet: GB of memory, GB/s of PCIe in one direction and of memory, and TFLOP/s of dense 16-bit
+    matrix products and of float32."""
+
+    memory_gb: float
+    link: float
+    memory: float
+    matmul: float
+    fp32: float
+    has_bf16: bool = True
+
+
+CARDS = {
+    "T4": Card(16, 15.8, 320, 65, 8.1, has_bf16=False),
+    "L4": Card(24, 31.5, 300, 121, 30.3),
+    "A10": Card(24, 31.5, 600, 125, 31.2),
+    "RTX3090": Card(24, 31.5, 936, 71, 35.6),
+    "RTX4090": Card(24, 31.5, 1008, 165, 82.6),
+    "RTX5090": Card(32, 63.0, 1792, 209, 104.8),
+    "A100": Card(80, 31.5, 1935, 312, 19.5),
+    "H100": Card(80, 63.0, 3350, 989, 67.0),
+    "H200": Card(141, 63.0, 4800, 989, 67.0),
+}
+"""Common cards. Only the H200 is measured."""
+
+
+def card_rates(name: str) -> Rates:
+    """The rates of a card: those measured on the H200, scaled by the ratio of the two data sheets."""
+    card, measured, known = CARDS[name], Rates(), CARDS["H200"]
+    if card is known:
+        return measured
+    link = card.link / known.link
+    return replace(
+        measured,
+        name=f"{name}, from its data sheet",
+        link_up_gbps=measured.link_up_gbps * link,
+        link_down_gbps=measured.link_down_gbps * link,
+        link_both_gbps=measured.link_both_gbps * link,
+        matmul_tflops=measured.matmul_tflops * card.matmul / known.matmul,
+        device_memory_gbps=measured.device_memory_gbps * card.memory / known.memory,
+        noise_gdraws=measured.noise_gdraws * card.fp32 / known.fp32,
+        interconnect_gbps=measured.link_up_gbps * link,
+    )
+
+
 def load_rates(path: str | Path) -> Rates:
     """Reads rates from a JSON file: any fields of `Rates`, at the top level or under `rates`, as `ds-zo report --json`
     writes them. A field that is not in the file keeps its default."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ds_zo.config.learning_rates import starting_rate
 from ds_zo.planner.estimate import (
     BACKWARD_NBYTES,
     PROCESS_NBYTES,
@@ -352,11 +353,19 @@ def estimate_low_rank(
         host=parts(process=PROCESS_NBYTES),
         step_s=trace.forward.seconds + backward.seconds + update.seconds,
         reduced_nbytes=itemsize * trained,
-        config=base_config(batch=model.batch, dtype=model.dtype)
-        | {"optimizer": _ADAM, "zero_optimization": {"stage": 0}},
+        config=lora_config(model),
         notes=("extra memory by Table 2 of the LSP paper; needs its own library (PEFT, galore-torch)",),
         limits=limits,
     )
+
+
+def lora_config(model: Model) -> dict[str, Any]:
+    """The JSON of LoRA by stock AdamW, at a learning rate of adapters."""
+    rate = starting_rate("adapter", num_parameters=model.numel).lr
+    return base_config(batch=model.batch, dtype=model.dtype) | {
+        "optimizer": {**_ADAM, "params": {**_ADAM["params"], "lr": rate}},
+        "zero_optimization": {"stage": 0},
+    }
 
 
 def _base_config(model: Model, *, bf16_states: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -54,6 +54,30 @@ def encode_answer(
             "larger length (--max-length)"
         )
     return Encoded(ids[:max_length], ([IGNORED] * start + ids[start:])[:max_length])
+
+
+def encode_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], *, max_length: int) -> Encoded:
+    """Encodes a conversation by the tokenizer's chat template, with labels on the assistant's turns and on their ends.
+    A conversation that is too long loses its end."""
+
+    def ids_of(count: int, *, opens: bool = False) -> list[int]:
+        """The tokens of the first messages. `opens`: and of the words before the assistant's next turn."""
+        text = tokenizer.apply_chat_template(list(messages[:count]), tokenize=False, add_generation_prompt=opens)
+        return list(tokenizer(text, truncation=False, add_special_tokens=False)["input_ids"])
+
+    ids = ids_of(len(messages))
+    labels = [IGNORED] * len(ids)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            start = common_prefix(ids, ids_of(i, opens=True)) if i else 0
+            end = common_prefix(ids, ids_of(i + 1))
+            labels[start:end] = ids[start:end]
+    if all(label == IGNORED for label in labels[:max_length]):
+        raise TaskError(
+            f"a conversation must have a turn of the assistant within {max_length} tokens, got none: take a larger "
+            "length (--max-length)"
+        )
+    return Encoded(ids[:max_length], labels[:max_length])
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_length: int) -> list[int]:

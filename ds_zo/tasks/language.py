@@ -1,4 +1,4 @@
-"""Language modelling: plain text, and answers to instructions."""
+"""Language modelling: plain text, answers to instructions, and conversations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ds_zo.tasks.base import LanguageTask
 from ds_zo.tasks.data import Row, Split, cut, draw_ready
-from ds_zo.tasks.encoding import Encoded, encode_answer, pack
+from ds_zo.tasks.encoding import Encoded, encode_answer, encode_chat, pack
 from ds_zo.tasks.errors import TaskError
 
 if TYPE_CHECKING:
@@ -59,3 +59,28 @@ class Alpaca(LanguageTask):
             encode_answer(tokenizer, self.prompt(row), row["output"], max_length=max_length, end=True)
             for row in self.rows(split)
         ]
+
+
+class Chat(LanguageTask):
+    """Conversations, written by the tokenizer's chat template. The loss is on the turns of the assistant."""
+
+    name = "chat"
+    fields = ("messages",)
+
+    def check_row(self, row: Row) -> None:
+        messages = row["messages"]
+        is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+        if not is_list or not all(isinstance(message.get("role"), str) for message in messages):
+            raise TaskError(
+                f'task chat needs messages like [{{"role": "user", "content": "..."}}], got {messages!r:.200}'
+            )
+        if all(message["role"] != "assistant" for message in messages):
+            raise TaskError(f"task chat trains on turns of the role assistant, got none in {messages!s:.200}")
+
+    def sequences(self, split: Split, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Encoded]:
+        if not tokenizer.chat_template:
+            raise TaskError(
+                "task chat needs a tokenizer with a chat template, got one without: take an instruct model, or task "
+                "alpaca (--model, --task)"
+            )
+        return [encode_chat(tokenizer, row["messages"], max_length=max_length) for row in self.rows(split)]

@@ -22,6 +22,7 @@ Without options, ZO trains the embedded model on the embedded task, offline, on 
 A real job names its method, model and data:
 
     ds-zo train --method lomo --model ./folder --data notes.txt
+    ds-zo train --method adapter --model ./folder --task chat --data conversations.jsonl
     ds-zo train --method zo --model facebook/opt-1.3b --task sst2 --hub --steps 5000
     ds-zo train --deepspeed my.json --model ./folder --task alpaca --data rows.jsonl
 
@@ -42,10 +43,12 @@ METHODS = {
     "lomo": "lomo.json",
     "adalomo": "adalomo.json",
     "lsp": "lsp.json",
+    "adapter": "adapter.json",
     "adamw": "zero_offload.json",
     "adamw-zero3": "zero3.json",
 }
 """The JSON in `CONFIGS` of each --method."""
+_LORA_RANK = 16
 
 
 def parse_args(argv: list[str] | None = None, *, description: str = DESCRIPTION) -> argparse.Namespace:
@@ -168,15 +171,19 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
     )
     how.add_argument("--tf32", action="store_true", help="float32 models multiply matrices in TF32 on a GPU")
     how.add_argument("--seed", type=int, default=0, help="seed of the data order and of torch (default: %(default)s)")
-    how.add_argument("--lora-rank", type=int, metavar="R", help="train LoRA adapters of this rank (needs peft)")
+    how.add_argument(
+        "--lora-rank",
+        type=int,
+        metavar="R",
+        help=f"train LoRA adapters of this rank (needs peft; default with --method adapter: {_LORA_RANK})",
+    )
     how.add_argument(
         "--lora-alpha", type=float, default=16.0, metavar="A", help="scale of the adapters (default: %(default)s)"
     )
     how.add_argument(
         "--lora-targets",
-        default="q_proj,v_proj",
         metavar="NAMES",
-        help="modules that get an adapter, or all-linear (default: %(default)s)",
+        help="modules that get an adapter, or all-linear (default: q_proj,v_proj; with --method adapter all-linear)",
     )
     how.add_argument("--train-base", action="store_true", help="with LoRA: train the base weights beside the adapters")
 
@@ -219,6 +226,9 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argpa
         parser.error(f"--seed must be from -{MAX_SEED} to {MAX_SEED}, got {args.seed}")
     if args.train_base and args.lora_rank is None:
         parser.error("--train-base says what LoRA does with the base: it needs --lora-rank")
+    if args.method == "adapter" and args.deepspeed is None:
+        args.lora_rank = args.lora_rank or _LORA_RANK
+        args.lora_targets = args.lora_targets or "all-linear"
     for name in ("lora_alpha", "lora_targets"):
         if args.lora_rank is None and getattr(args, name) != parser.get_default(name):
             parser.error(f"--{name.replace('_', '-')} is a setting of LoRA adapters: it needs --lora-rank")
@@ -227,6 +237,7 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> argpa
         value = getattr(args, name)
         if value is not None and not 0 < value < math.inf:
             parser.error(f"--{name.replace('_', '-')} must be positive and finite, got {value}")
+    args.lora_targets = args.lora_targets or "q_proj,v_proj"
     if args.deepspeed is None:
         args.deepspeed = CONFIGS / METHODS[args.method or "zo"]
     elif args.method is not None and os.environ.get("RANK", "0") == "0":

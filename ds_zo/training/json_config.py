@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from ds_zo.config import backend_of
+from ds_zo.config import backend_of, with_section_on_top
 from ds_zo.config.convert import PEAK_RATES, autos_of, check_stock, without_auto
 from ds_zo.config.json_text import read_object
 from ds_zo.config.stock import block, optimizer_params, read_stock
@@ -27,6 +27,7 @@ EMBEDDED_PARAMS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         {"type": "LSP", "params": {"lr": 2e-5, **_ADAM, "subspace_dim": 512, "edge": "dense"}},
         {"lr": 3e-3, "subspace_dim": 64},
     ),
+    ({"type": "AdamW", "params": {"lr": 1e-4, **_ADAM}}, {"lr": 3e-3}),
     ({"type": "AdamW", "params": {"lr": 2e-5, **_ADAM}}, {"lr": 5e-4}),
 )
 """Pairs of a shipped `optimizer` section, for a large model, and the parameters that suit the embedded model instead.
@@ -41,7 +42,7 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 def read_config(args: argparse.Namespace) -> dict[str, Any]:
     """Reads the JSON. Writes the command line's overrides into it, and what the embedded model or a CPU needs."""
-    config = _read_json(args.deepspeed)
+    config = with_section_on_top(_read_json(args.deepspeed))
     if config.get("bf16") is None and "bfloat16" in config:  # DeepSpeed's old name of the key
         config["bf16"] = config.pop("bfloat16")
     _check(config, args)

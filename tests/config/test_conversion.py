@@ -190,7 +190,7 @@ def test_each_shipped_json_becomes_one_of_each_backend(path: Path, to: str) -> N
         resolved = check(found.config)
         assert (resolved.ignored, resolved.warnings) == ((), ())
         start = starting_rate(to, is_clipped=config.get("gradient_clipping", 1) > 0)
-        was_adamw = config["optimizer"]["type"] == "AdamW" and to in ("lsp", "adapter")
+        was_adamw = config["optimizer"]["type"] == "AdamW" and to == "lsp"
         assert found.config["optimizer"]["params"]["lr"] == found.lr == (2e-5 if was_adamw else start.lr)
 
 
@@ -257,6 +257,14 @@ def test_schedule_and_decay_follow_the_learning_rate() -> None:
         assert params["lr"] == schedule["warmup_max_lr"] == lr
         assert schedule["warmup_min_lr"] == pytest.approx(lr / 10)
         assert params["lr"] * params["weight_decay"] == pytest.approx(2e-7)
+
+
+def test_adapters_train_at_a_rate_of_adapters() -> None:
+    """AdamW's rate for all weights is too small for LoRA. A larger one was chosen for it."""
+    stock = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
+    assert converted(stock, "adapter").config["optimizer"]["params"]["lr"] == 1e-4
+    stock["optimizer"]["params"]["lr"] = 3e-4
+    assert converted(stock, "adapter").config["optimizer"]["params"]["lr"] == 3e-4
 
 
 def test_accumulation_is_said_to_become_small_updates() -> None:

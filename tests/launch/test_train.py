@@ -22,7 +22,7 @@ from warm_interpreter import WarmInterpreter
 
 from benchmarks.recipes import RECIPES, Recipe
 from ds_zo.cli import main
-from ds_zo.config import backend_of
+from ds_zo.config import backend_of, with_section_on_top
 from ds_zo.planner.models import load_config
 from ds_zo.tasks import TASKS, hub
 from ds_zo.tasks.embedded_model import FOLDER
@@ -387,10 +387,24 @@ def test_the_jsons_of_methods_are_those_of_ds_configs() -> None:
     assert adalomo == {**lomo, "optimizer": recipe["optimizer"], "gradient_clipping": 0.0}
 
 
+def test_every_shipped_json_is_read() -> None:
+    """Also with the ds_zo section inside zero_optimization."""
+    for path in REPO.glob("ds_configs/*.json"):
+        config = read_config(parse_args(["--deepspeed", str(path), "--model", "a/b", "--dtype", "fp32"]))
+        assert "ds_zo" not in config["zero_optimization"], path
+
+
+def test_the_method_adapter_trains_lora() -> None:
+    args = parse_args(["--method", "adapter"])
+    assert (args.lora_rank, args.lora_targets) == (16, "all-linear")
+    assert parse_args(["--method", "adapter", "--lora-rank", "4", "--lora-targets", "v_proj"]).lora_targets == "v_proj"
+    assert parse_args([]).lora_rank is None and parse_args(["--lora-rank", "4"]).lora_targets == "q_proj,v_proj"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_a_shipped_json_is_adapted_to_the_embedded_model(method: str, capsys: pytest.CaptureFixture[str]) -> None:
     """In one line, and in nothing but the parameters that it names and the dtype."""
-    written = json.loads((CONFIGS / METHODS[method]).read_text())
+    written = with_section_on_top(json.loads((CONFIGS / METHODS[method]).read_text()))
     [suited] = [params for shipped, params in EMBEDDED_PARAMS if shipped == written["optimizer"]]
     config = read_config(parse_args(["--method", method]))
     [line] = capsys.readouterr().out.splitlines()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import random
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ds_zo.tasks import Encoded, TaskError, collate, make_task
+from ds_zo.tasks import DataSource, Encoded, TaskError, collate, make_task
 from ds_zo.tasks.embedded_model import FOLDER
-from ds_zo.tasks.encoding import IGNORED, encode_answer, pack, position_ids
+from ds_zo.tasks.encoding import IGNORED, encode_answer, encode_chat, pack, position_ids
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +68,32 @@ def test_a_length_without_room_for_an_answer_is_refused(tokenizer: PreTrainedTok
     assert encode_answer(tokenizer, f"{begin}one two", " six", max_length=least + 1).labels[-1] != IGNORED
     with pytest.raises(TaskError, match=r"two tokens or more, got .* \(--data, --max-length\)"):
         pack(tokenizer, ["one two three"], max_length=1)
+
+
+CHAT = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_chat_trains_on_the_turns_of_the_assistant(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+    """Seeded conversations: the labels spell the answers with their ends, and nothing else."""
+    tokenizer = copy.deepcopy(tokenizer)
+    rng = random.Random(0)
+    for _ in range(20):
+        roles = ["system"] * rng.randrange(2) + ["user", "assistant"] * rng.randrange(1, 4)
+        messages = [{"role": role, "content": f"{rng.choice('abc')} = {rng.randrange(99)}"} for role in roles]
+        tokenizer.chat_template = CHAT
+        found = encode_chat(tokenizer, messages, max_length=10_000)
+        said = tokenizer.decode([label for label in found.labels if label != IGNORED])
+        assert said.count("=") == roles.count("assistant") and "<user>" not in said
+        for message in messages:
+            assert (f"{message['content']}</s>" in said) or message["role"] != "assistant"
+    with pytest.raises(TaskError, match="--max-length"):
+        encode_chat(tokenizer, messages, max_length=2)
+    (tmp_path / "rows.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 20)
+    with pytest.raises(TaskError, match="trains on turns of the role assistant"):
+        make_task("chat", DataSource(file=tmp_path / "rows.jsonl")).check()
 
 
 def test_alpaca_trains_on_the_answer_and_its_end(tokenizer: PreTrainedTokenizerBase) -> None:
