@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import os
 from dataclasses import replace
 from email.message import Message
@@ -55,6 +56,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.fixture(params=["isolated", "with limits alone"])
+def isolates(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Programs run isolated where the system allows it, and with limits alone everywhere."""
+    is_isolated: bool = request.param == "isolated"
+    if is_isolated and not sandbox.isolates():
+        pytest.skip("this system allows no namespaces")
+    monkeypatch.setattr(sandbox, "isolates", lambda: is_isolated)
+    return is_isolated
+
+
+@pytest.mark.usefixtures("isolates")
 def test_programs_pass_by_their_tests_and_within_their_limits() -> None:
     first, second = PROBLEMS
     wrong = {
@@ -101,11 +113,49 @@ def test_programs_pass_by_their_tests_and_within_their_limits() -> None:
         "shutil.rmtree(os.path.dirname(path))",
     ],
 )
-def test_programs_change_no_files_outside_their_folder(change: str, tmp_path: Path) -> None:
+def test_programs_change_no_files_outside_their_folder(change: str, tmp_path: Path, isolates: bool) -> None:
     path = tmp_path / "file"
     path.write_text("kept")
     assert not sandbox.run(f"import os, shutil\npath = {str(path)!r}\n{change}\n")
     assert path.read_text() == "kept"
+
+
+ESCAPES = {
+    "reads a file": "open(path).read()",
+    "writes by dir_fd": "os.open('new', os.O_WRONLY | os.O_CREAT, dir_fd=os.open(os.path.dirname(path), 0))",
+    "writes by sqlite3": "sqlite3.connect(os.path.dirname(path) + '/new').execute('create table t(a)')",
+    "makes a node": "os.mknod(os.path.dirname(path) + '/new')",
+    "takes shared memory": "_posixshmem.shm_open('/ds_zo_new', os.O_CREAT | os.O_RDWR, mode=0o600)",
+    "signals the caller": "signal.pidfd_send_signal(os.pidfd_open(caller), 0)",
+    "limits the caller": "resource.prlimit(caller, resource.RLIMIT_CORE)",
+    "mounts": "assert ctypes.CDLL(None).mount(b'none', b'.', b'tmpfs', 0, None) == 0",
+    "makes namespaces": "assert ctypes.CDLL(None).unshare(0x10000000) == 0",
+    "fills the disk": "[open(str(i), 'wb').write(bytes(1 << 20)) for i in range(65)]",
+}
+
+
+@pytest.mark.parametrize("way", ESCAPES)
+def test_isolated_programs_reach_nothing_outside(way: str, tmp_path: Path) -> None:
+    """Also those that have taken away the limits for mistakes."""
+    if not sandbox.isolates():
+        pytest.skip("this system allows no namespaces")
+    path = tmp_path / "file"
+    path.write_text("kept")
+    modules = "import _posixshmem, os, resource, signal, sqlite3, sys\n"
+    free = "guard = sys.modules['__main__']\nguard._REFUSED = guard._CHANGES = ()\nguard._WRITES = 0\nimport ctypes\n"
+    program = f"{modules}{free}path, caller = {str(path)!r}, {os.getpid()}\n{ESCAPES[way]}\n"
+    assert sandbox.run(modules + free), "it may"
+    assert not sandbox.run(program)
+    assert [inside.name for inside in tmp_path.iterdir()] == ["file"] and path.read_text() == "kept"
+    assert not Path("/dev/shm/ds_zo_new").exists()
+
+
+def test_the_log_says_how_programs_run(isolates: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="DeepSpeed"):
+        logging.getLogger("DeepSpeed").addHandler(caplog.handler)
+        sandbox.run_all(["pass"])
+        logging.getLogger("DeepSpeed").removeHandler(caplog.handler)
+    assert f"the model's programs run {sandbox.HOW[isolates]}" in caplog.text
 
 
 def test_a_machine_that_runs_no_program_gives_no_score(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
