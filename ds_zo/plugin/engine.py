@@ -101,9 +101,9 @@ class PluginEngine(CheckpointingEngine):
     """Outcome of the last step, until it is counted; None after that."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        wait_for_all_ranks()
         bound = ENGINE_SIGNATURE.bind(self, *args, **kwargs).arguments
         model: nn.Module = bound["model"]
+        wait_for_all_ranks(model)
         self._places_parameters = self._backend_class.places_parameters(self.resolved)
         _undo_zero_init(model, to_host=self._places_parameters)
         if not self._places_parameters:
@@ -150,6 +150,7 @@ class PluginEngine(CheckpointingEngine):
         mine = shared_settings(
             self.resolved,
             param_groups=self.optimizer.param_groups,
+            names={id(p): name for name, p in self.module.named_parameters()},
             scheduler={"type": self.scheduler_name(), "params": self.scheduler_params()},
         )
         if len(set(self._gather_from_ranks(hash_json(mine)))) > 1:

@@ -19,9 +19,10 @@ from ds_zo.streaming.allocator import AllocatorRetryCheck
 from ds_zo.streaming.budget import Needed, check_fits, release_cached_memory, residents_after_a_step
 from ds_zo.streaming.device_shards import DeviceShards
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.loading import reader_of
+from ds_zo.streaming.loading import reader_of, source_of
 from ds_zo.streaming.node import Node, RankPartition
 from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units
+from ds_zo.streaming.rank_values import compare_values
 from ds_zo.streaming.runtime import BeforeOverwrite, Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
@@ -94,6 +95,10 @@ class BlockStore:
             resident=lambda unit: id(unit) in resident_ids,
             read=reader_of(module),
         )
+        if num_ranks > 1:
+            compare_values(
+                placement, source=source_of(module), shares_memory=self.shared is not None, process_group=process_group
+            )
         move_buffers(module, device)
         self.may_fill_device = (
             config.stream and self._stream.resident_blocks is None and device.type == "cuda" and self.shards is None
