@@ -138,7 +138,8 @@ def check_installation(python: Path, name: str, what: list[str]) -> None:
 def loaded(python: Path, **variables: str) -> str:
     """Whether autoload is installed when Python starts, and whether torch is imported."""
     code = "import sys; print('ds_zo_autoload' in sys.modules, 'torch' in sys.modules)"
-    return run([str(python), "-c", code], **{"DS_ZO_AUTOLOAD": "1", **variables}).strip()
+    variables = {"DS_ZO_AUTOLOAD": "1", **variables}
+    return run([str(python), "-c", code], cwd=None, **variables).strip()
 
 
 def check_file(python: Path) -> None:

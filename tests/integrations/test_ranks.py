@@ -49,6 +49,7 @@ for backend in sys.argv[4:]:
         loop(accelerator, engine, optimizer, mine)
     assert engine.dp_world_size == 2 and engine.global_steps == 4
     torch.save(weights_of(engine), folder / f"{backend}-{rank}.pt")
+torch.distributed.destroy_process_group()  # ends gloo's threads, which must not release tensors while Python ends
 """
 
 
