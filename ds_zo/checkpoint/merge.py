@@ -215,8 +215,8 @@ class _Merging:
                 self._refuse_base("a weight")
             reason = f"has a hash of its base as {formats}, and does not name the device that encoded the base"
         warn(
-            f"whether {source.folder} is the base of the run is not known, because an earlier version saved checkpoint "
-            f"{self._saved.folder}, which {reason}: compare outputs of the merged model with those of the run"
+            f"whether {source.folder} is the base of the run is not known, because checkpoint {self._saved.folder} "
+            f"{reason}: compare outputs of the merged model with those of the run"
         )
 
 
