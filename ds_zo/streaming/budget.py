@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ds_zo.ops import NF4
+from ds_zo.records.environment import host_free_bytes
 from ds_zo.streaming.placement import Placement
 
 MARGIN_NBYTES = 256 * 2**20
@@ -100,6 +102,16 @@ def usable_nbytes(device: torch.device, *, budget_gb: float | None) -> int:
     if budget_gb is not None:
         return int(budget_gb * 1e9)
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+def free_nbytes(device: torch.device, *, budget_gb: float | None, claimed_nbytes: int) -> int:
+    """Bytes that are free on the device and within the user's budget. The budget holds what PyTorch has reserved on a
+    CUDA device, and `claimed_nbytes` on a CPU."""
+    if device.type == "cuda":
+        free, used = torch.cuda.mem_get_info(device)[0], torch.cuda.memory_reserved(device)
+    else:
+        free, used = host_free_bytes() if sys.platform == "linux" else 0, claimed_nbytes
+    return free if budget_gb is None else min(free, int(budget_gb * 1e9) - used)
 
 
 def most_resident(placement: Placement, *, budget_nbytes: int, activations_nbytes: int, needed: Needed) -> int:

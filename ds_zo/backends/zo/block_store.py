@@ -16,6 +16,7 @@ from torch import nn
 from ds_zo import ops
 from ds_zo.backends.common.frozen_format import plan_frozen_format
 from ds_zo.backends.common.startup import StartupSummary, formats_of, summary_of_blocks
+from ds_zo.backends.zo.clean_copies import CleanCopies
 from ds_zo.backends.zo.materialise import Materialiser, Noise
 from ds_zo.backends.zo.ranks import Ranks
 from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
@@ -33,7 +34,7 @@ from ds_zo.logs import show
 from ds_zo.planner.choices import WIRE
 from ds_zo.planner.zo_buffers import ZOBuffers
 from ds_zo.streaming.block_store import BlockStore
-from ds_zo.streaming.budget import fits, peak_nbytes, reset_peak_memory, usable_nbytes
+from ds_zo.streaming.budget import fits, free_nbytes, peak_nbytes, reset_peak_memory, usable_nbytes
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.placement import Placement, adapter_ids
 from ds_zo.streaming.units import Unit
@@ -147,8 +148,16 @@ class ZOBlockStore(BlockStore):
             num_passes=self._num_passes,
             pairs=buffers.pairs(self.num_resident),
             device=self.device,
+            copies=CleanCopies(self.device, free_nbytes=self._free_nbytes),
             first_direction=self._first_direction,
         )
+
+    def _free_nbytes(self) -> int:
+        """Device memory beside the steps' peak. It is not known before the first step has shown that peak."""
+        if self.may_fill_device or self.must_choose_interval:
+            return 0
+        claimed = self._needed(self.num_resident).total
+        return free_nbytes(self.device, budget_gb=self._stream.device_memory_gb, claimed_nbytes=claimed)
 
     def _free_buffers(self) -> None:
         self.runtime.invalidate_slots()
@@ -159,6 +168,7 @@ class ZOBlockStore(BlockStore):
     def rewriting(self, *units: Unit) -> Iterator[Callable[[Unit], bool]]:
         """As in `BlockStore`. Checkpoints that are being written have read the units' bytes on entry."""
         self.claims.wait()
+        self.materialiser.copies.drop()
         with super().rewriting(*units) as writes:
             yield writes
 

@@ -26,6 +26,7 @@ import torch
 from ds_zo import ops
 from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.zo.cached_views import CachedViews
+from ds_zo.backends.zo.clean_copies import CleanCopies
 from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
 from ds_zo.backends.zo.step_time import TimedForward
 from ds_zo.checkpoint.replay import due
@@ -61,8 +62,10 @@ class Materialiser:
         num_passes: int,
         pairs: bool,
         device: torch.device,
+        copies: CleanCopies,
         first_direction: int = 0,
     ) -> None:
+        self.copies = copies
         self.placement = placement
         self._first_direction = first_direction
         """Index of the first noise direction that this rank evaluates."""
@@ -108,14 +111,18 @@ class Materialiser:
         return 0 if self.placement.decodes_frozen else self._pair_at
 
     def is_in_shared_buffer(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is the scratch or a slot, which other units will overwrite."""
+        """Whether the tensor's storage is the scratch or a slot, which other units will overwrite, or a kept copy,
+        which the caller must not change."""
         if tensor.layout is not torch.strided:
             return False
         address = tensor.untyped_storage().data_ptr()
+        if address in self.copies.addresses:
+            return True
         return address == self.scratch.data_ptr() or any(address == s.buffer.data_ptr() for s in self.runtime.slots)
 
     def close(self) -> None:
         """Frees the device buffers."""
+        self.copies.drop()
         empty = torch.empty(0, dtype=torch.uint8, device=self.device)
         self.scratch, self._replay_slot.buffer, self._pair = empty, empty, None
         self.runtime.free_buffers()
@@ -140,6 +147,7 @@ class Materialiser:
 
     def begin_forward(self) -> None:
         """Marks the start of a training forward. Its first pass is the one that all ranks run alike."""
+        self.copies.drop()
         self._next_pass_is_first = True
 
     def begin_pass(self) -> None:
@@ -287,6 +295,24 @@ class Materialiser:
             return unit.views(unit.planes(self._stored_on_device(unit)), [None] * len(unit.parts))
         return self._read(unit, unit.outs(scratch))
 
+    def materialise_for_forward(self, unit: Unit, *, scratch: torch.Tensor) -> list[torch.Tensor]:
+        """As `materialise_clean`, for a forward that others may follow: pending updates are replayed once. See
+        [Note: kept clean copies]."""
+        if not self.pending(unit):
+            return self.materialise_clean(unit, scratch=scratch)
+        kept = self.copies.find(unit, step=self.log.length)
+        if kept is None:
+            views = self.materialise_clean(unit, scratch=scratch)
+            self.copies.keep(unit, scratch)
+            return views
+        outs = unit.outs(scratch, second=kept)
+        if not any(part.frozen for part in unit.parts):
+            return unit.views((), outs)
+        planes = unit.planes(self._stored_on_device(unit))
+        frozen = [out if part.frozen else None for part, out in zip(unit.parts, outs, strict=True)]
+        self._apply(unit, planes, outs=frozen)
+        return unit.views(planes, outs)
+
     def materialise_fp32(self, unit: Unit) -> list[torch.Tensor]:
         """Returns the unit's weights of the current step in float32, and direct ones as they are stored."""
         outs = [None if p.direct else torch.empty(p.numel, dtype=torch.float32, device=self.device) for p in unit.parts]
@@ -316,7 +342,8 @@ class Materialiser:
         return torch.empty(unit.scratch_nbytes, dtype=torch.uint8, device=self.device)
 
     def release_clean(self, unit: Unit) -> None:
-        """Releases a unit that `materialise_clean` or `materialise_fp32` made: its copy is read no more."""
+        """Releases a unit that a method above has materialised: its copy is read no more."""
+        self.copies.check(unit)
         if self._active is unit:
             self._release_unit(unit)
         elif unit.low_streamed:

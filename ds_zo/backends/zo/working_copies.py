@@ -189,8 +189,8 @@ class WorkingCopies:
         return kept
 
     def _outside_shared_buffers(self, output: Any) -> Any:
-        """Returns the output with copies in place of tensors that lie in a shared buffer, which the next unit
-        overwrites. Returns None if there are no such tensors."""
+        """Returns the output with copies in place of tensors that lie in a shared buffer (`is_in_shared_buffer`).
+        Returns None if there are no such tensors."""
         if isinstance(output, torch.Tensor):
             return output.detach().clone() if self._materialiser.is_in_shared_buffer(output) else None
         is_flat = isinstance(output, tuple) and all(x is None or isinstance(x, torch.Tensor) for x in output)
@@ -264,7 +264,7 @@ class WorkingCopies:
         """Binds the unit to a copy without noise, and disables gradients: the copy is overwritten before a backward
         could read it."""
         with torch.inference_mode(False), torch.no_grad():
-            unit.bind(self._materialiser.materialise_clean(unit, scratch=scratch))
+            unit.bind(self._materialiser.materialise_for_forward(unit, scratch=scratch))
         self._evaluated.append((unit, torch.is_grad_enabled()))
         torch.set_grad_enabled(False)
 
@@ -333,9 +333,10 @@ class WorkingCopies:
         """Hook that ends what `_enter_clean_once` began for this module. Does nothing in training."""
         if self._training or self._materialised_by.get(id(unit)) is not module:
             return None
+        kept = self._outside_shared_buffers(output)
         del self._materialised_by[id(unit)]
         self._leave_clean(unit)
-        return self._marked(module, output, None)
+        return self._marked(module, output, kept)
 
     def _enter_clean_once(self, unit: Unit, module: nn.Module) -> None:
         """Materialises the unit for an evaluation of `module`, unless the evaluation of an enclosing module has done
