@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.config.json_text import parse_json
 
 FILE = "peft.json"
 CONFIG_FILE = "adapter/adapter_config.json"
@@ -92,7 +93,7 @@ class Adapters:
     def read(cls, text: str | None) -> Adapters | None:
         if text is None:
             return None
-        content = json.loads(text)
+        content = parse_json(text)
         configs = content["adapters"]
         remedy = "load the checkpoint into an engine and call save_pretrained there"
         if not content["prefix"]:

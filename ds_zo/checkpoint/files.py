@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 import uuid
@@ -74,9 +75,7 @@ class _Output:
         for start in range(0, len(view), _CHUNK_NBYTES):
             chunk = view[start : start + _CHUNK_NBYTES]
             self._hash.update(chunk)
-            done = 0
-            while done < len(chunk):  # after a signal, or on a full disk, a write may be shorter
-                done += os.write(self._fd, chunk[done:])
+            _write_all(self._fd, chunk)
             self._nbytes += len(chunk)
             self._progress(len(chunk))
 
@@ -86,6 +85,12 @@ class _Output:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def _write_all(fd: int, data: bytes | memoryview) -> None:
+    done = 0
+    while done < len(data):  # after a signal, or on a full disk, a write may be shorter
+        done += os.write(fd, data[done:])
 
 
 def _ignore(nbytes: int) -> None:
@@ -247,16 +252,34 @@ def rename(old: Path, new: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces the content of a small file. A reader sees the old content or the new one."""
+    """Replaces the content of a small file. A reader sees the old content or the new one. The temporary file is locked,
+    as `remove_abandoned` expects."""
     temporary = temporary_path(path)
-    remove(temporary)
     try:
-        write_bytes(temporary, text.encode())
-        os.replace(temporary, path)
+        lock = None
+        while lock is None:
+            remove(temporary)
+            lock = make_locked(temporary, text.encode())
+        try:
+            os.fsync(lock)
+            os.replace(temporary, path)
+        finally:
+            os.close(lock)
     except BaseException:
         remove(temporary)
         raise
     sync_folder(path.parent)
+
+
+def remove_abandoned(path: Path) -> None:
+    """Removes the temporary files that `replace_text` has left beside `path` in processes that were killed. A file that
+    a process is writing is locked, and stays; so does every file where there are no locks."""
+    name = re.compile(re.escape(f".{path.name}-") + r"\d+")
+    for beside in path.parent.iterdir():
+        if name.fullmatch(beside.name):
+            with contextlib.suppress(OSError), beside.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                beside.unlink()
 
 
 def writer_id() -> int:
@@ -277,7 +300,7 @@ def make_locked(path: Path, data: bytes) -> int | None:
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
-        os.write(fd, data)
+        _write_all(fd, data)
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:

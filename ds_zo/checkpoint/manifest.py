@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.files import Written, hash_json, sha256_of
 from ds_zo.checkpoint.workers import in_threads
+from ds_zo.config.json_text import parse_json
 
 FORMAT = "ds_zo checkpoint"
 VERSION = 1
@@ -53,7 +53,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest, and no other file. Raises where it is damaged or of a newer format."""
     path = folder / FILE
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = parse_json(path.read_text(encoding="utf-8"))
         found = body.pop("sha256")
         version, kind, computed = body["version"], body["format"], hash_json(body)
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from None
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder} can't be read: {error}; make it readable") from None
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"checkpoint {folder} is damaged: {FILE} is not what was written ({error})") from None
     if kind == FORMAT and isinstance(version, int) and version > VERSION:
         raise CheckpointError(
@@ -209,8 +209,8 @@ def newest_complete(output_dir: str | Path, *, but: str | None = None) -> str | 
             if tag is None:
                 continue
             check_sizes(folder_of(beside, tag), read_manifest(folder_of(beside, tag)))
-            json.loads((beside / _TRAINER_STATE).read_text(encoding="utf-8"))
-        except (CheckpointError, OSError, ValueError, RecursionError):
+            parse_json((beside / _TRAINER_STATE).read_text(encoding="utf-8"))
+        except (CheckpointError, OSError, ValueError):
             continue
         return str(beside)
     return None

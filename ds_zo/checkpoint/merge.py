@@ -22,6 +22,7 @@ from ds_zo.checkpoint.adapters import ROOT, Adapters
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.checkpoint.export import SHARD_NBYTES, Spec, weights_by_name, write_model_folder
 from ds_zo.checkpoint.reader import Saved
+from ds_zo.config.json_text import parse_json
 from ds_zo.logs import warn
 from ds_zo.ops.nf4 import Quantised
 from ds_zo.streaming.loading import IN_MEMORY, SafetensorsSource
@@ -38,7 +39,7 @@ def export_merged(
         raise CheckpointError(
             f"--merge needs a checkpoint of a PEFT model of transformers, got {saved.folder}: export it without --merge"
         )
-    config = {**json.loads(config_text), "dtype": str(dtype).removeprefix("torch.")}
+    config = {**parse_json(config_text), "dtype": str(dtype).removeprefix("torch.")}
     config.pop("quantization_config", None)
     plain = partial(_plain_model, config, dtype)
     merging = _Merging(saved, adapters, _peft_model(config, adapters, dtype), plain=plain, base=base, dtype=dtype)

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ds_zo.checkpoint import files
+from ds_zo.config.json_text import parse_json
 
 MARK = "writer.json"
 STALE_S = 3600.0
@@ -86,7 +87,7 @@ def _is_abandoned(folder: Path, mark: int, now_s: float) -> bool:
         return _is_stale(folder, now_s)
     content = os.read(mark, 4096)
     try:
-        is_local = not content or json.loads(content)["host"] == socket.gethostname()
+        is_local = not content or parse_json(content)["host"] == socket.gethostname()
     except (ValueError, KeyError, TypeError):  # the mark is not ours
         return False
     return is_local or _is_stale(folder, now_s)

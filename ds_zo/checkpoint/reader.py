@@ -14,6 +14,7 @@ from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.files import TORCH_DTYPES
 from ds_zo.checkpoint.layout import Form
 from ds_zo.checkpoint.manifest import (
+    LATEST,
     Manifest,
     check_hashes,
     check_sizes,
@@ -26,6 +27,9 @@ from ds_zo.checkpoint.manifest import (
 from ds_zo.checkpoint.progress import progress_bar
 from ds_zo.checkpoint.trajectory import CheckpointRef
 from ds_zo.checkpoint.writer import STATE, STATE_TENSORS
+
+_MAX_TAG_NBYTES = 255
+"""File systems have no longer names."""
 
 
 class Saved:
@@ -71,7 +75,13 @@ class Saved:
 
 def tag_to_load(load_dir: Path, tag: str | None) -> str | None:
     """`tag`, or the tag that the file `latest` names; None where there is no such file."""
-    return read_latest(load_dir) if tag is None else str(tag)
+    found = read_latest(load_dir) if tag is None else str(tag)
+    if found is not None and len(found.encode(errors="replace")) > _MAX_TAG_NBYTES:
+        raise CheckpointError(
+            f"a checkpoint's tag is a folder name of at most {_MAX_TAG_NBYTES} bytes, got {found[:40]!r}... of "
+            f"{len(found)} characters: pass the name of a folder in it (tag, or {load_dir / LATEST})"
+        )
+    return found
 
 
 def point_of(saved: Saved) -> CheckpointRef:

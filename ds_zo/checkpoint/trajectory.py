@@ -29,6 +29,7 @@ import torch
 
 from ds_zo.checkpoint import files
 from ds_zo.checkpoint.errors import CheckpointError
+from ds_zo.config.json_text import parse_json
 
 FILE = "trajectory.bin"
 UNSAVED = "trajectory.unsaved-"
@@ -142,7 +143,7 @@ def parse_trajectory(path: Path, data: bytes) -> Trajectory:
         raise CheckpointError(f"a trajectory has a header in its second line, got none: use another copy ({path})")
     try:
         header = _header(data[version_end + 1 : start - 1], checked=int(version) > 1)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"a trajectory has a whole header, got a damaged header ({error}): use another copy ({path})"
         ) from None
@@ -152,7 +153,7 @@ def parse_trajectory(path: Path, data: bytes) -> Trajectory:
 
 
 def _header(text: bytes, *, checked: bool) -> dict[str, Any]:
-    header: dict[str, Any] = json.loads(text)
+    header: dict[str, Any] = parse_json(text)
     if checked and header.pop("sha256") != files.hash_json(header):
         raise ValueError("it does not match its own hash")
     for kind, names in _HEADER_TYPES.items():

@@ -200,11 +200,12 @@ _SET_ASIDE = re.compile(f"{re.escape(REPLACED)}(.+)-\\d+")
 
 
 def _remove_leftovers(save: SaveRequest) -> None:
-    """Removes folders that crashed saves left, and checkpoints beyond `keep_last`.
+    """Removes files and folders that crashed saves left, and checkpoints beyond `keep_last`.
 
     A folder is removed only if its name and its content are ours: the mark of a writer, or a manifest. Folders that
     other runs are writing stay.
     """
+    files.remove_abandoned(save.save_dir / LATEST)
     now_s = (save.save_dir / save.tag).stat().st_mtime
     for path in save.save_dir.iterdir():
         if _BEING_WRITTEN.fullmatch(path.name):

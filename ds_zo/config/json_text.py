@@ -19,13 +19,19 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def parse_object(text: str) -> dict[str, Any]:
     """The JSON object of a text without repeated keys. Raises ValueError with the reason alone."""
-    too_deep = f"objects and lists must be at most {_MAX_DEPTH} levels deep"
-    try:
-        found = json.loads(text, object_pairs_hook=_without_repeats)
-    except RecursionError:
-        raise ValueError(too_deep) from None
+    found = parse_json(text, object_pairs_hook=_without_repeats)
     if not isinstance(found, dict):
         raise ValueError(f"it must be an object, got {shown(found)}")
+    return found
+
+
+def parse_json(text: str | bytes, **arguments: Any) -> Any:
+    """As `json.loads`. Raises ValueError, with the reason alone, also for a value that is nested too deeply."""
+    too_deep = f"objects and lists must be at most {_MAX_DEPTH} levels deep"
+    try:
+        found = json.loads(text, **arguments)
+    except RecursionError:
+        raise ValueError(too_deep) from None
     level: list[Any] = [found]
     for _ in range(_MAX_DEPTH):
         level = [inner for value in level for inner in _entries(value)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ds_zo.config.json_text import parse_json
 from ds_zo.planner import choices
 from ds_zo.planner.low_rank import low_rank_adapters
 from ds_zo.planner.rates import Rates
@@ -281,7 +281,7 @@ def _remedy(name: str) -> str:
     if not path.is_file():
         return "Name a folder that has a config.json."
     try:
-        json.loads(path.read_text())
+        parse_json(path.read_text())
     except ValueError as error:
         return f"Correct it: {error}."
     return "Correct model_type in its config.json, or update transformers."

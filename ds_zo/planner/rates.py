@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
+
+from ds_zo.config.json_text import parse_json
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ def load_rates(path: str | Path) -> Rates:
     writes them. A field that is not in the file keeps its default."""
     text = Path(path).read_text()
     try:
-        found = json.loads(text[max(0, text.find("{")) :])  # redirected output may start with log lines of DeepSpeed
-    except json.JSONDecodeError as error:
+        found = parse_json(text[max(0, text.find("{")) :])  # redirected output may start with log lines of DeepSpeed
+    except ValueError as error:
         raise ValueError(f"rates must be JSON, got {error} ({path})") from error
     if isinstance(found, dict) and isinstance(found.get("rates"), dict):
         found = found["rates"]

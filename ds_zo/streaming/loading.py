@@ -3,7 +3,6 @@ one."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ds_zo.config import ConfigError
+from ds_zo.config.json_text import parse_json
 from ds_zo.config.section import FrozenDtype
 from ds_zo.ops import MXFP4
 from ds_zo.ops.nf4 import Quantised
@@ -223,20 +223,21 @@ class SafetensorsSource:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._conversions: Conversions | None = None
+        self._stamps: dict[Path, tuple[int, int]] = {}
+        """Size and time of change of each file when this was made."""
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
-        try:
-            if single.exists():  # first, as in transformers: saving one file leaves the index of earlier shards
-                with safe_open(single, framework="pt") as file:
-                    self._file_of = dict.fromkeys(file.keys(), single)
-            elif index.exists():
-                weight_map = json.loads(index.read_text())["weight_map"]
+        if single.exists():  # first, as in transformers: saving one file leaves the index of earlier shards
+            self._stamps[single] = _stamp(single)
+            with self._open(single) as file:
+                self._file_of = dict.fromkeys(file.keys(), single)
+        elif index.exists():
+            with _reading(index):
+                weight_map = parse_json(index.read_text())["weight_map"]
                 self._file_of = {name: folder / file for name, file in weight_map.items()}
-            else:
-                raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
-        except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            path = single if single.exists() else index
-            raise ValueError(f"{path} is damaged or cut off ({error}): download or save the model again") from error
+            self._stamps = {path: _stamp(path) for path in set(self._file_of.values())}
+        else:
+            raise FileNotFoundError(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
 
     def convert_for(self, model: nn.Module) -> None:
         """From now on names are those of a transformers model, which may differ from the files' own."""
@@ -251,26 +252,31 @@ class SafetensorsSource:
 
     def header(self, name: str) -> tuple[str, tuple[int, ...]]:
         """A tensor's dtype, as safetensors names it, and its shape, without reading its values."""
-        with safe_open(self._file_of[name], framework="pt") as file:
+        with self._open(self._file_of[name]) as file:
             found = file.get_slice(name)
             return found.get_dtype(), tuple(found.get_shape())
 
     def float_dtype(self) -> torch.dtype | None:
         """The dtype of the first floating-point tensor of the first file; None if that file has none."""
-        with safe_open(min(self._file_of.values()), framework="pt") as file:
+        with self._open(min(self._file_of.values())) as file:
             found = (_FLOATS.get(file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
             return next(filter(None, found), None)
 
     def _tensor(self, name: str) -> torch.Tensor:
-        try:
-            with safe_open(self._file_of[name], framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(name)
-                return tensor
-        except SafetensorError as error:
+        with self._open(self._file_of[name]) as file:
+            tensor: torch.Tensor = file.get_tensor(name)
+            return tensor
+
+    @contextmanager
+    def _open(self, path: Path) -> Iterator[Any]:
+        """Opens one of the files, which must be the file that was there when this was made."""
+        if _stamp(path) != self._stamps[path]:
             raise ValueError(
-                f"{self._file_of[name]} is damaged or cut off, so {name} cannot be read ({error}): download or save "
-                "the model again"
-            ) from error
+                "weights are read after load_pretrained has returned, so the files must stay as they are, got a "
+                f"replaced {path}: load the model again, and save other models to other folders"
+            )
+        with _reading(path), safe_open(path, framework="pt") as file:
+            yield file
 
     def stored(self, name: str) -> torch.Tensor | Quantised:
         """The weight as the files hold it."""
@@ -286,6 +292,23 @@ class SafetensorsSource:
     def __call__(self, name: str) -> torch.Tensor:
         found = self.stored(name)
         return found.values() if isinstance(found, Quantised) else found
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    with _reading(path):
+        found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turns all errors of reading a model's file into one that names the file."""
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is missing, damaged or cut off ({str(error)[:200]}): download or save the model again"
+        ) from error
 
 
 def load_pretrained(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
+from ds_zo.config.json_text import parse_json
 from ds_zo.ops import MXFP4, NF4, mxfp4
 from ds_zo.ops.nf4 import CODE, GROUP_NUMEL, Quantised, expand_absmax
 
@@ -98,7 +98,7 @@ def _state(read: Callable[[str], torch.Tensor], name: str) -> Mapping[str, Any]:
     """The settings with which bitsandbytes has quantised the weight."""
     raw = bytes(read(name + _STATE).tolist())
     try:
-        state: dict[str, Any] = json.loads(raw)
+        state: dict[str, Any] = parse_json(raw)
     except ValueError:
         raise ValueError(f"{name}{_STATE} must be JSON, got {raw[:40]!r}: {_DAMAGED}") from None
     if state["blocksize"] != GROUP_NUMEL:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ds_zo.config.json_text import parse_json
 from ds_zo.tasks.errors import TaskError
 from ds_zo.tasks.hub import HubName, read_official_split
 from ds_zo.tasks.sampling import NUM_TEST, Draw
@@ -71,8 +71,8 @@ def parse_jsonl(lines: Iterable[str], *, place: str) -> list[Row]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise TaskError(f"every line must be one JSON object; {place}:{number} is not JSON ({error})") from None
         if not isinstance(row, dict):
             raise TaskError(f"every line must be one JSON object; {place}:{number} is a {type(row).__name__}")

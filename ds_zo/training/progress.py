@@ -14,6 +14,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ds_zo.checkpoint.files import replace_text
+from ds_zo.config.json_text import parse_json
 from ds_zo.records.run_summary import Best, Point
 from ds_zo.training.engine import samples_per_step
 from ds_zo.training.errors import UserError
@@ -97,7 +98,7 @@ class RunCheckpoints:
             if _rank() < len(states):
                 set_random_states(states[_rank()])
         if further and (folder / PROGRESS).is_file():
-            noted = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+            noted = parse_json((folder / PROGRESS).read_text(encoding="utf-8"))
             state = noted if state["step"] < noted["step"] <= step else state
         return Progress.from_state(state, step=step, num_seen=num_seen)
 
