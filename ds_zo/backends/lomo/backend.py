@@ -39,10 +39,11 @@ from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.full_parameters import ResidentParameters
+from ds_zo.backends.common.known_parameters import KnownParameters
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.lomo.buckets import GradientConsumer, buckets_of
 from ds_zo.backends.lomo.foreign_leaves import ForeignLeaves
-from ds_zo.backends.lomo.parameters import FullWeights, check_parameters, make_parameter_states
+from ds_zo.backends.lomo.parameters import FullWeights, make_parameter_states
 from ds_zo.backends.lomo.passes import BackwardPasses, BackwardPhase
 from ds_zo.backends.lomo.reducer import GradientReducer, LocalReducer, Reducer
 from ds_zo.backends.lomo.skipped_updates import SkippedUpdates
@@ -102,7 +103,7 @@ class LOMOBackend(RecomputedBackend):
         if self._compiler is not None and self._block_store is None:
             self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
         self._parameter_states = make_parameter_states(module, config, clips_by_layer=self._clips_by_layer)
-        self._hooked = {id(state.parameter) for state in self._parameter_states}
+        self._known_parameters = KnownParameters(module, (state.parameter for state in self._parameter_states))
         self._foreign_leaves = ForeignLeaves(module.parameters()) if self._two_passes else None
         self._updater = Updater(self.rule, config, optimizer=optimizer, window=self._window)
         self._passes = BackwardPasses(
@@ -195,7 +196,7 @@ class LOMOBackend(RecomputedBackend):
         if store is not None:
             refuse_router_logits(self.module, kwargs)
         if trains:
-            check_parameters(self.module, self._hooked)
+            self._known_parameters.check()
             self._passes.reducer.drop()  # buckets of a direct `loss.backward()` that raised
         makes_no_caches = trains or store is not None or self._compiler is not None
         with (

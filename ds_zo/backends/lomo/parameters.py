@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -154,24 +154,3 @@ def _adapter_parameters(module: nn.Module) -> set[int]:
             elif isinstance(held, nn.Parameter):
                 found.add(id(held))
     return found
-
-
-def check_parameters(module: nn.Module, hooked: Set[int]) -> None:
-    """Raises if a trainable parameter has no hook. `hooked`: ids of those that have one. All modules are walked over
-    before each forward, for which `named_parameters` would take a millisecond."""
-    modules: list[nn.Module | None] = [module]
-    seen: set[int] = set()
-    missing: set[int] = set()
-    while modules:
-        m = modules.pop()
-        if m is not None and id(m) not in seen:
-            seen.add(id(m))
-            modules += m._modules.values()
-            missing |= {id(p) for p in m._parameters.values() if p is not None and p.requires_grad} - hooked
-    for name, p in module.named_parameters() if missing else ():
-        if id(p) in missing and p.numel():
-            raise ValueError(
-                f"parameter {name} was added or replaced after deepspeed.initialize, so its gradient would be "
-                "lost: add, resize or replace parameters before deepspeed.initialize, and load weights without "
-                "assign=True"
-            )

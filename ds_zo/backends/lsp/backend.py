@@ -203,7 +203,7 @@ class LSPBackend(Backend):
             if self._streamed is not None:
                 refuse_router_logits(self.module, kwargs)
             if self.module.training:
-                self._trained.check(self._num_steps)
+                self._trained.known.check()
             with self._forward_pass(), self._pending.watched():
                 output = self.module(*args, **kwargs)
         return output

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from ds_zo.backends.common.known_parameters import KnownParameters
 from ds_zo.backends.lsp.matrices import MatrixState
 from ds_zo.backends.lsp.products import Rate
-
-_STEPS_BETWEEN_PARAMETER_CHECKS = 20
 
 
 class ParameterRates:
@@ -18,11 +17,10 @@ class ParameterRates:
 
     def __init__(self, module: nn.Module, matrices: Sequence[MatrixState], *, stochastic: bool) -> None:
         """`stochastic`: weights are rounded stochastically."""
-        self._module, self._stochastic = module, stochastic
+        self.known = KnownParameters(module, (matrix.parameter for matrix in matrices))
+        self._stochastic = stochastic
         self._group_of: dict[int, dict[str, Any]] = {}
         """The param group of each parameter, by the parameter's id."""
-        self._ids = {id(matrix.parameter) for matrix in matrices}
-        self._frozen = self._untrained()
         self._in_backward: set[int] = set()
         """Ids of the parameters that were trained in an `engine.backward` since the last step. All ranks have the same,
         whatever gradients they have."""
@@ -60,19 +58,3 @@ class ParameterRates:
                 lr, weight_decay = float(group["lr"]), float(group.get("weight_decay", 0.0))
                 found[id(group)] = Rate(lr, weight_decay, step, self._stochastic)
         return [None if group is None else found[id(group)] for group in groups]
-
-    def check(self, step: int) -> None:
-        """Refuses parameters that became trainable after the engine was made.
-
-        Parameters that were frozen then are checked at every forward. New parameters are looked for once in
-        _STEPS_BETWEEN_PARAMETER_CHECKS steps, because walking over a model takes a millisecond."""
-        looks_for_new = step % _STEPS_BETWEEN_PARAMETER_CHECKS == 0
-        for name, p in self._untrained() if looks_for_new else self._frozen:
-            if p.requires_grad and p.numel() and p.is_floating_point():
-                raise ValueError(
-                    f"LSP trains the parameters that are trainable in deepspeed.initialize, got {name}, which became "
-                    "trainable later: call requires_grad_(True), add or replace parameters before deepspeed.initialize"
-                )
-
-    def _untrained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, p) for name, p in self._module.named_parameters() if id(p) not in self._ids]

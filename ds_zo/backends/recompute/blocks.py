@@ -43,6 +43,8 @@ from ds_zo.streaming.blocks import reached_elsewhere
 from ds_zo.streaming.units import Unit, UnitState
 
 _numbers = itertools.count()
+_IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
+"""In torch's error for a change of a block's input, which is a leaf of the block's own graph."""
 _MAPPINGS = (dict, OrderedDict, defaultdict)
 _SEQUENCES = (list, deque)
 
@@ -278,19 +280,26 @@ class RecomputedBlock:
             torch.autograd.graph.saved_tensors_hooks(partial(_pack_nothing, self.unit.name), _unpack_nothing),
         ):
             before = self.weight_versions()
-            outputs = self._copy_own_weights(call.flatten_output(self._compute(*args, **kwargs)))
+            try:
+                outputs = self._copy_own_weights(call.flatten_output(self._compute(*args, **kwargs)))
+            except RuntimeError as error:
+                if _IN_PLACE in str(error):
+                    raise self._changed_input() from error
+                raise
             call.weight_versions = [
                 v if v == now else None for v, now in zip(before, self.weight_versions(), strict=True)
             ]
             call.first_output = self._block_store.output_check.summarise(outputs)
         call.context.end_forward()
         if versions != [t._version for t in tensors]:
-            raise ValueError(
-                f"block {self.unit.name} changes its input in place, so it cannot be computed again from that input: "
-                "copy the input in the block's forward, or keep the model on the device (remove "
-                "zero_optimization.offload_param)"
-            )
+            raise self._changed_input()
         return [t.detach().requires_grad_(t.requires_grad) for t in outputs]
+
+    def _changed_input(self) -> ValueError:
+        return ValueError(
+            f"block {self.unit.name} changes its input in place, so it cannot be computed again from that input: copy "
+            "the input in the block's forward, or keep the model on the device (remove zero_optimization.offload_param)"
+        )
 
     # Backward
 
