@@ -497,7 +497,7 @@ def test_one_gradient_that_a_script_drops_is_dropped_alone(offload: bool, tmp_pa
 
 def test_what_is_not_read_of_an_optimizer_object_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(lsp.logger, "warning", lambda text, *args: said.append(text))
+    monkeypatch.setattr(lsp, "warn", said.append)
     json, model = lsp_json(), small()
     del json["optimizer"]
     json["ds_zo"] = {"backend": "lsp"}
