@@ -314,7 +314,7 @@ def _check_dtypes(placement: Placement) -> None:
     for part in (part for unit in placement.units for part in unit.parts):
         if not part.direct and part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise ConfigError(
-                f"ZO trains float32, bfloat16 and float16, got parameter {part.placed[0].name} in {part.dtype}: call "
-                "model.float(), or freeze it before deepspeed.initialize",
+                f"ZO trains float32, bfloat16 and float16, got parameter {part.placed[0].name} in {part.dtype}: "
+                f"{'call model.float(), or ' * part.dtype.is_floating_point}freeze it before deepspeed.initialize",
                 at="bf16.enabled",
             )

@@ -249,6 +249,13 @@ def test_weights_of_64_bits_are_refused_by_name() -> None:
         engine_for(model)
 
 
+def test_complex_weights_are_refused_by_name() -> None:
+    model = Toy()
+    model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match=r"phase in torch\.complex64: freeze it"):
+        engine_for(model)
+
+
 def test_unfreezing_what_was_frozen_from_the_start_is_refused() -> None:
     model = Toy()
     model.blocks[0].linear.weight.requires_grad_(False)
