@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -74,8 +77,21 @@ def _set_state(generator: Any, state: Any) -> None:
 
 
 def generators_of(module: nn.Module) -> list[Any]:
-    """The random generators that are attributes of `module` and its submodules."""
-    return [value for m in module.modules() for value in vars(m).values() if is_generator(value)]
+    """The random generators that `module` and its submodules hold in attributes, also inside containers."""
+    return [generator for m in module.modules() for generator in own_generators(m)]
+
+
+def own_generators(module: nn.Module) -> list[Any]:
+    """The random generators in the attributes of one module."""
+    due, found, seen = list(vars(module).values()), [], set()
+    while due:
+        value = due.pop()
+        if is_generator(value):
+            found.append(value)
+        elif isinstance(value, _CONTAINERS) and id(value) not in seen:
+            seen.add(id(value))
+            due += value.values() if isinstance(value, Mapping) else value
+    return found
 
 
 def is_generator(value: Any) -> bool:

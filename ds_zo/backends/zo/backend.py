@@ -30,6 +30,7 @@ from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_cau
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.pretrained import PretrainedSaving
 from ds_zo.backends.common.startup import StartupSummary
+from ds_zo.backends.zo.activations import Activations
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.checkpoint import ZOCheckpoint
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
@@ -76,10 +77,12 @@ class ZOBackend(Backend):
         lockstep = Lockstep(device)
         graphs = config.section.cuda_graphs and device.type == "cuda"
         self._graphs = BlockGraphs(self.block_store, lockstep, device=device) if graphs else None
+        self._activations = Activations(module)
         self._passes = TrainingPasses(
             module,
             self.block_store,
             lockstep,
+            self._activations,
             num_passes=2 * self.ranks.num_own_directions,
             graphs=self._graphs,
             before_pass_long=self._perturb_every_row,
@@ -115,7 +118,7 @@ class ZOBackend(Backend):
     # The training forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a training forward if gradients are enabled in train mode, else the plain module."""
+        """Runs the module, and cleans up after Ctrl-C."""
         with self.state.unwatched():
             try:
                 return self._forward(*args, **kwargs)
@@ -124,13 +127,20 @@ class ZOBackend(Backend):
                 raise
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the passes and returns the last pass's output, its losses replaced by differentiable means over the
-        passes."""
+        """Runs a training forward if gradients are enabled in train mode, else the plain module."""
         self._never_in_train_mode &= not self.module.training
         if self.module.training or self._never_in_train_mode:
             self._passes.recover()
         if not (torch.is_grad_enabled() and (self.module.training or self._never_in_train_mode)):
             return self.module(*args, **kwargs)
+        self._activations.unmark()
+        output = self._training_forward(*args, **kwargs)
+        self._activations.mark()
+        return output
+
+    def _training_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the passes and returns the last pass's output, its losses replaced by differentiable means over the
+        passes."""
         self._model_check.check(self.param_groups)
         args, kwargs = self.ranks.shared_batch(args, kwargs)
         self.block_store.materialiser.begin_forward()
@@ -208,7 +218,7 @@ class ZOBackend(Backend):
         self._projected[self.ranks.own_directions] += differences / (2 * self.settings.zo_eps)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        self._trained_parameters.check(loss)
+        self._activations.check(self._trained_parameters.check(loss))
         super().backward(loss, retain_graph=retain_graph)
 
     def zero_grad(self) -> None:

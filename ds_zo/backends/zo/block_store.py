@@ -189,6 +189,10 @@ class ZOBlockStore(BlockStore):
             self.log.rows.zero_()
             self.runtime.invalidate_slots()
 
+    def forget_times(self) -> None:
+        """Forgets the timed forwards: training will run other ones."""
+        self._timed_forwards = []
+
     @torch.no_grad()
     def choose_interval(self, *, num_uploads: int, agree: Callable[[int], int]) -> None:
         """Chooses the interval after the first step, when it is known which blocks stay on the device and none has

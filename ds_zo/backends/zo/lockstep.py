@@ -183,18 +183,20 @@ class Lockstep:
                 for pass_ in reversed(passes):
                     ending.callback(self._end, pass_)
 
-    def one_by_one(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Runs the calls one after the other, each from the same random state, and returns their results."""
+    def one_by_one(self, calls: Sequence[Callable[[], Any]], *, last_first: bool = False) -> list[Any]:
+        """Runs the calls one after the other, each from the same random state, and returns their results. With
+        `last_first`, runs the last call first."""
         outside = ThreadState.capture(self._device)
         start = self._start = self.snapshot()
-        results = []
+        results: list[Any] = [None] * len(calls)
+        order = range(len(calls))
         try:
-            for self.current, call in enumerate(calls):
+            for self.current in reversed(order) if last_first else order:
                 self.on_switch(self.current)
                 self.set_snapshot(start)
                 torch.set_autocast_cache_enabled(False)
                 torch.clear_autocast_cache()
-                results.append(contextvars.copy_context().run(call))
+                results[self.current] = contextvars.copy_context().run(calls[self.current])
         finally:
             outside.restore()
         return results

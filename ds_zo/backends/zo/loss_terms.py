@@ -97,11 +97,12 @@ class TrainedParameters:
     def __contains__(self, tensor: Any) -> bool:
         return id(tensor) in self._names
 
-    def check(self, loss: torch.Tensor) -> None:
+    def check(self, loss: torch.Tensor) -> list[Any]:
         """Raises if the loss's graph contains a trained parameter or a mark. Runs before the backward pass, so that a
-        refused loss changes nothing."""
+        refused loss changes nothing. Returns the nodes of the graph."""
+        nodes = list(nodes_before([loss.grad_fn]))
         edges = [(loss.grad_fn, loss.output_nr)]
-        edges += [edge for node in nodes_before([loss.grad_fn]) for edge in node.next_functions]
+        edges += [edge for node in nodes for edge in node.next_functions]
         for node, number in edges:
             dropped = getattr(node, "dropped", None)
             if dropped is not None:
@@ -109,6 +110,7 @@ class TrainedParameters:
             variable = getattr(node, "variable", None)
             if variable in self:
                 raise refusal(f"parameter {self._names[id(variable)]}", _PARAMETER_REMEDY)
+        return nodes
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""

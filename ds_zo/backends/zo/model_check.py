@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ds_zo.backends.common.random_state import generators_of
+from ds_zo.backends.common.random_state import own_generators
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 
@@ -55,8 +55,10 @@ class ModelCheck:
         self._block_store = block_store
         self._graphs = graphs
         self._on_regrouping = on_regrouping
-        self.generators: list[Any] = []
-        """The random generators that the model holds."""
+        self._with_generators: list[nn.Module] = []
+        """The modules that hold random generators."""
+        self._owners = {(m, id(p)) for m in module.modules() for p in m._parameters.values()}
+        """Modules, and parameters that they owned when the model was placed. Copies are bound while these run."""
         self._structure: Structure | None = None
         """The module tree and the groups when `check` last looked; None before the first check."""
         self._groups_and_flags = self._find_groups_and_flags(param_groups)
@@ -71,6 +73,11 @@ class ModelCheck:
         placed = [p.parameter for unit in self._block_store.placement.units for p in unit.placed]
         return {id(p): (group_of.get(id(p), 0), p.requires_grad and id(p) in group_of) for p in placed}
 
+    @property
+    def generators(self) -> list[Any]:
+        """The random generators that the model holds. Users replace them during a run."""
+        return [generator for m in self._with_generators for generator in own_generators(m)]
+
     def check(self, param_groups: ParamGroups) -> None:
         """Applies changed groups and `requires_grad` flags. Raises if parameters were added, resized or replaced after
         `deepspeed.initialize`."""
@@ -78,10 +85,22 @@ class ModelCheck:
             return
         self._structure = None
         self._check_parameters(param_groups)
-        self.generators = generators_of(self._module)
+        self._with_generators = [m for m in self._module.modules() if own_generators(m)]
         if self._graphs is not None:
             self._graphs.forget()
         self._structure = Structure(self._module, param_groups)
+
+    def _check_ties(self) -> None:
+        """Raises if a module owns a placed parameter that it did not own when the model was placed."""
+        names = {id(p.parameter): p.name for unit in self._block_store.placement.units for p in unit.placed}
+        for path, m in self._module.named_modules():
+            for own, p in m._parameters.items():
+                if p is not None and (m, id(p)) not in self._owners:
+                    raise ValueError(
+                        f"parameter {f'{path}.{own}'.lstrip('.')} was made the same as {names[id(p)]} after "
+                        "deepspeed.initialize, and ZO perturbs a weight in the modules that owned it then: tie weights "
+                        "before deepspeed.initialize"
+                    )
 
     def check_at_step(self, param_groups: ParamGroups) -> None:
         if self._regrouped:
@@ -98,6 +117,7 @@ class ModelCheck:
                     "add, resize or replace parameters before deepspeed.initialize, and load weights without "
                     "assign=True"
                 )
+        self._check_ties()
         if len(param_groups) != log.num_groups:
             raise ValueError(
                 f"the optimizer had {log.num_groups} parameter groups when deepspeed.initialize ran and has "

@@ -50,6 +50,10 @@ class PassInputs:
         """Random generators among the arguments."""
         return filter(is_generator, self._leaves)
 
+    def without_grad(self) -> list[torch.Tensor]:
+        """Floating-point tensors among the arguments that do not require grad."""
+        return [x for x in floats_of(self._leaves) if not x.requires_grad]
+
     def requiring_grad(self) -> list[torch.Tensor]:
         """Tensors among the arguments that require grad."""
         return [x for x in floats_of(self._leaves) if x.requires_grad]

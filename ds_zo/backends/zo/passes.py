@@ -11,12 +11,14 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.backends.common.stray_weights import StrayWeightDetector, used_outside
+from ds_zo.backends.zo.activations import Activations
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 from ds_zo.backends.zo.lockstep import CannotInterleave, Lockstep
 from ds_zo.backends.zo.outputs import floats_of, losses_of
 from ds_zo.backends.zo.pass_inputs import PassInputs
 from ds_zo.backends.zo.pass_state import PassState, Places, SavedState
+from ds_zo.backends.zo.repeats import agree, check_repeats
 from ds_zo.backends.zo.working_copies import WorkingCopies
 from ds_zo.streaming.units import Unit
 
@@ -34,6 +36,7 @@ class TrainingPasses:
         module: nn.Module,
         block_store: ZOBlockStore,
         lockstep: Lockstep,
+        activations: Activations,
         *,
         num_passes: int,
         graphs: BlockGraphs | None,
@@ -45,6 +48,7 @@ class TrainingPasses:
         self._modules = list(module.modules())
         self._block_store = block_store
         self._lockstep = lockstep
+        self._activations = activations
         self._num_passes = num_passes
         self._graphs = graphs
         self._before_pass_long = before_pass_long
@@ -81,15 +85,16 @@ class TrainingPasses:
         if self._checked and flags not in self._known_flags:
             self._find_state(calls)
         self._known_flags.add(flags)
-        if not self._checked:
-            results = self._first_forward(calls, inputs)
-            self._checked = True
-            self._working_copies.remove_first_forward_hook()
-            self._working_copies.guard_unused()
-            return results
-        if self._working_copies.has_unused and self._num_watched < _MAX_WATCHED_FORWARDS:
-            return self._watched(calls, self._rewind)
-        return self._rerun_if_overlapping(calls, self._run(calls), self._rewind)
+        with self._activations.watched(inputs.without_grad):
+            if not self._checked:
+                results = self._first_forward(calls, inputs)
+                self._checked = True
+                self._working_copies.remove_first_forward_hook()
+                self._working_copies.guard_unused()
+                return results
+            if self._working_copies.has_unused and self._num_watched < _MAX_WATCHED_FORWARDS:
+                return self._watched(calls, self._rewind)
+            return self._rerun_if_overlapping(calls, self._run(calls), self._rewind)
 
     def _one_pass(self, index: int, inputs: PassInputs) -> tuple[Any, list[torch.Tensor]]:
         """Runs pass `index`, and returns its output and the tensors to difference. The output is None except for the
@@ -120,7 +125,7 @@ class TrainingPasses:
                 )
         return self._one_by_one(calls)
 
-    def _one_by_one(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    def _one_by_one(self, calls: Sequence[Callable[[], Any]], *, last_first: bool = False) -> list[Any]:
         """Runs the passes one after the other, each from the same module state and random state."""
         start = SavedState.of(self._module, tensors=False)
 
@@ -131,7 +136,8 @@ class TrainingPasses:
                 return call()
 
         with self._pass_state.in_passes():
-            return self._lockstep.one_by_one([partial(run_alone, i, call) for i, call in enumerate(calls)])
+            alone = [partial(run_alone, i, call) for i, call in enumerate(calls)]
+            return self._lockstep.one_by_one(alone, last_first=last_first)
 
     def _find_state(self, calls: Sequence[Callable[[], Any]]) -> None:
         """Runs the passes once, without effects on the module and on the random states, to find the state that they
@@ -150,10 +156,10 @@ class TrainingPasses:
     def _first_forward(self, calls: Sequence[Callable[[], Any]], inputs: PassInputs) -> list[Any]:
         """Runs the first training forward with checks that later ones do not repeat.
 
-        The checks look for three things. State that the model keeps on its modules would mix between passes in
+        The checks look for four things. State that the model keeps on its modules would mix between passes in
         lockstep. A weight used outside its module's forward would miss its perturbation. A write to a buffer, or to the
-        inputs, would reach the next pass. The checks run several forwards. Only one of these leaves its effects on the
-        module and on the random states.
+        inputs, would reach the next pass. Passes may differ by more than the weights ([Note: two runs of a pass]). The
+        checks run several forwards. Only one of these leaves its effects on the module and on the random states.
         """
         randomness, state = self._lockstep.snapshot(), SavedState.of(self._module)
         self._pass_state.set_places(Places())
@@ -175,34 +181,51 @@ class TrainingPasses:
                 self._pass_state.set_places(changed)
                 self._lockstep.before_rerun = self._pass_state.restart
                 results = self._run(calls)
-            after = SavedState(changed)
-            if self.interleave and self._block_store.placement.blocks:
-                rewind()
-                one_by_one = self._one_by_one(calls)
-                if not _agree(results, one_by_one):
-                    self.interleave = False
-                    logger.warning(
-                        "ds_zo: passes in lockstep give other losses than passes one after the other, so the model "
-                        "keeps state between blocks that is neither a buffer nor an attribute of its modules; from now "
-                        "on it runs one pass after the other, and each pass uploads every block"
-                    )
-                    return one_by_one
-                del one_by_one  # frees its outputs before further forwards
             if self._block_store.must_choose_interval:
 
                 def again() -> None:
                     rewind()
                     self._run(calls)
 
-                self._block_store.time_forwards(again)
-            after.restore()
-            return results
+                with self._activations.unwatched():
+                    self._block_store.time_forwards(again)
+            return self._repeated(calls, results, rewind)
         except BaseException:
             state.restore()
             raise
         finally:
             self._pass_state.forget_hooks()
             self._lockstep.before_rerun = self._pass_state.restart
+
+    def _repeated(
+        self, calls: Sequence[Callable[[], Any]], results: list[Any], rewind: Callable[[], None]
+    ) -> list[Any]:
+        """Repeats the first passes one after the other, from the same state. Returns `results` with the output of the
+        repetition, whose state the module keeps. See [Note: two runs of a pass]."""
+        rewind()
+        runs = [self._one_by_one(calls, last_first=True)]
+        if not agree(results, runs[0]):
+            if self.interleave and self._block_store.placement.blocks:
+                rewind()
+                runs.append(self._one_by_one(calls))
+                if agree(*runs):
+                    self.interleave = False
+                    self._block_store.forget_times()
+                    logger.warning(
+                        "ds_zo: passes in lockstep give other losses than passes one after the other, so the model "
+                        "keeps state between blocks that is neither a buffer nor an attribute of its modules; from now "
+                        "on it runs one pass after the other, and each pass uploads every block"
+                    )
+                    return runs[-1]
+            for run in runs:
+                check_repeats(results, run, self._dtypes())
+        return [(output, losses) for (output, _), (_, losses) in zip(runs[-1], results, strict=True)]
+
+    def _dtypes(self) -> set[torch.dtype]:
+        """The floating-point formats that the model computes in, as far as is known outside its forward."""
+        kind = self._block_store.device.type
+        autocast = {torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set()
+        return autocast | {p.dtype for p in self._module.parameters()}
 
     def _watched(
         self, calls: Sequence[Callable[[], Any]], rewind: Callable[[], None], renew: Callable[[], None] | None = None
@@ -261,16 +284,3 @@ class TrainingPasses:
         for key, name in detector.strays.items():
             if self._working_copies.streams and key in in_blocks:
                 raise used_outside(name) from error
-
-
-def _agree(together: Sequence[Any], one_by_one: Sequence[Any]) -> bool:
-    """Whether both runs gave the same losses, up to rounding."""
-    for (_, ours), (_, theirs) in zip(together, one_by_one, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            exact = 1e-7 if a.device.type == "cpu" else 1e-6  # CUDA's atomic adds have no fixed order
-            tolerance = exact if a.dtype is torch.float32 else 1e-2
-            if a.shape != b.shape or not torch.allclose(
-                a.float(), b.float(), rtol=tolerance, atol=tolerance, equal_nan=True
-            ):
-                return False
-    return True
