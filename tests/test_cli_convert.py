@@ -208,6 +208,26 @@ def test_wrong_input_is_one_line(config: Any, words: list[str], said: str, tmp_p
     assert len(lines) == 1 and lines[0].startswith("error: ")
 
 
+def test_check_reports_every_error_in_a_line(tmp_path: Path, capsys: Captured) -> None:
+    zo = {
+        "train_batch_sizee": 4,
+        "optimizer": {"type": "ZO", "params": {"zo_eps": -1, "lr": "1e-6"}},
+        "ds_zo": {"stream": {"device_slots": 1, "overlap": 3}},
+        "gradient_clipping": "x",
+    }
+    stock = {"optimizer": {"type": "LOMMO", "params": {"lr": "1"}}, "fp16": {"hysteresis": "x"}, "zero_optimization": 3}
+    for config, places in (
+        (zo, ["train_batch_sizee", "lr", "zo_eps", "device_slots", "overlap", "gradient_clipping"]),
+        (stock, ["optimizer.type", "optimizer.params.lr", "fp16.hysteresis", "zero_optimization"]),
+    ):
+        assert main(["convert", "--check", written(tmp_path, config)]) == 1
+        lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("[")]
+        assert len(lines) == len(places), lines
+        for place in places:
+            assert sum(line.startswith("error: ") and place in line for line in lines) >= 1, (place, lines)
+        assert not any("more after this one" in line for line in lines)
+
+
 def test_the_input_is_not_overwritten(tmp_path: Path, capsys: Captured) -> None:
     path = written(tmp_path, STOCK.read_text())
     assert main(["convert", path, "--to", "zo", "--out", path]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import re
 from typing import Any
 
@@ -370,6 +371,32 @@ def test_several_errors_are_counted() -> None:
     config = edited(base(), {"optimizer.params.lr": "x", "optimizer.params.zo_eps": -1, "optimizer.params.sed": 1})
     with pytest.raises(ConfigError, match=r"^lr must be a number.*; 2 more after this one \(optimizer.params.lr\)$"):
         resolve(config)
+
+
+_ALONE = [case for case in MALFORMED if case[1].keys() == {case[3]} - {"optimizer.type"}]
+"""Cases in which one key is wrong, whatever the other keys are."""
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_all_errors_are_found_in_three_rounds(seed: int) -> None:
+    """Those of keys, then of a section's keys together, then of sections: never one that follows from another."""
+    draw = random.Random(seed)
+    kind = draw.choice(["ZO", "ZO", "LOMO", "LSP"])
+    left: dict[str, dict[str, Any]] = {}
+    for _, edits, _, location in draw.sample([case for case in _ALONE if case[0] == kind], k=4):
+        if not any(f"{location}.".startswith(f"{at}.") or f"{at}.".startswith(f"{location}.") for at in left):
+            left[location] = edits
+    for _ in range(3):
+        config = base(kind)
+        for edits in left.values():
+            config = edited(config, edits)
+        try:
+            resolve(config)
+        except ConfigError as error:
+            found = {each.location for each in (error, *error.also)}
+            assert len(found) == 1 + len(error.also) and found <= left.keys()
+            left = {location: edits for location, edits in left.items() if location not in found}
+    assert not left
 
 
 def test_long_values_are_cut() -> None:

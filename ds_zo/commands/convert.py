@@ -20,7 +20,7 @@ from ds_zo.config.convert import (
     refused_autos,
     without_auto,
 )
-from ds_zo.config.errors import ConfigError, shown
+from ds_zo.config.errors import ConfigError, Errors, shown
 from ds_zo.config.json_text import read_object
 from ds_zo.config.rules import check_removed_features
 
@@ -65,7 +65,10 @@ def run(args: argparse.Namespace) -> None:
         others = [*(["--out"] if args.out else []), *(["--model"] if args.model else []), *planned]
         if others:
             raise ValueError(f"--check only reads FILE, got {', '.join(others)} too: leave that out (--check)")
-        _check(ds_config)
+        try:
+            _check(ds_config)
+        except ConfigError as error:
+            raise ValueError("\nerror: ".join(each.alone() for each in (error, *error.also))) from None
         return
     if args.model is None and planned:
         raise ValueError(f"only the plan of a model reads {', '.join(planned)}, got no model: name it (--model)")
@@ -96,7 +99,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _check(ds_config: dict[str, Any]) -> None:
     """Prints the backend and "valid", or raises. Further lines name what has no effect and what is probably wrong."""
-    backend = backend_of(ds_config)
+    backend, errors = backend_of(ds_config), Errors()
     if backend is None:
         if with_section_on_top(ds_config).get("ds_zo"):
             if ds_config.get("optimizer"):
@@ -104,8 +107,11 @@ def _check(ds_config: dict[str, Any]) -> None:
             resolve_for_evaluation(without_auto(ds_config))
             print("evaluation only: the JSON has a ds_zo section and no backend, so its engine refuses to train")
             return
-        check_removed_features(ds_config)
-        check_stock(ds_config)
+        with errors:
+            check_removed_features(ds_config)
+        with errors:
+            check_stock(ds_config)
+        errors.raise_all()
         optimizer = without_auto(ds_config).get("optimizer")
         named = shown(optimizer.get("type")) if optimizer else "none"
         print(f"stock: DeepSpeed's own engine takes this JSON, and ds_zo does nothing (optimizer.type {named})")
@@ -113,8 +119,10 @@ def _check(ds_config: dict[str, Any]) -> None:
     refused = refused_autos(ds_config)
     if refused:
         text = f'Trainer and Accelerate replace "auto" in their own keys only, got it in {", ".join(refused)}'
-        raise ConfigError(f"{text}; leave the key out, which means the same", at=refused[0])
-    resolved = check(ds_config)
+        errors.add(ConfigError(f"{text}; leave the key out, which means the same", at=refused[0]))
+    with errors:
+        resolved = check(ds_config)
+    errors.raise_all()
     print(f"backend: {backend}, {'streamed' if resolved.stream else 'resident'}")
     print("valid")
     for key in resolved.ignored:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from pydantic import BaseModel, ConfigDict
@@ -12,6 +13,9 @@ class ConfigModel(DeepSpeedConfigModel):
     """A JSON object without unknown keys, coercion ("8" is not 8) or NaN. The string under a field documents it."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, use_attribute_docstrings=True, frozen=True)
+
+    retired: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    """Keys of earlier versions: why there is none of this name, and the remedy."""
 
     def __init__(self, /, **data: Any) -> None:
         # null and "auto" mean the same as leaving a key out. DeepSpeed's own __init__ is not called: it would take a

@@ -14,7 +14,7 @@ import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
 from ds_zo.config.draft import SECTION_AT, Change, Draft
-from ds_zo.config.errors import ConfigError, shown, type_remedy
+from ds_zo.config.errors import ConfigError, Errors, shown, type_remedy
 from ds_zo.config.learning_rates import StartingRate, starting_rate
 from ds_zo.config.optimizers import STOCK_PARAMS
 from ds_zo.config.registry import entry_of, unknown_optimizer
@@ -160,21 +160,33 @@ def _check_source(ds_config: dict[str, Any]) -> str | None:
 
 
 def check_stock(ds_config: dict[str, Any]) -> None:
-    """Raises for the first error in a JSON that names no backend of ours, as if each "auto" had been replaced."""
+    """Raises for errors in a JSON that names no backend of ours, as if each "auto" had been replaced."""
     plain = without_auto(with_section_on_top(ds_config))
-    check_top_level(plain)
-    optimizer = block(plain, "optimizer")
+    errors = Errors()
+    with errors:
+        check_top_level(plain)
+    with errors:
+        _check_stock_optimizer(block(plain, "optimizer"))
+    with errors:
+        read_stock(plain, world_size=1)
+    errors.raise_all()
+
+
+def _check_stock_optimizer(optimizer: dict[str, Any]) -> None:
+    errors = Errors()
+    params: dict[str, Any] = {}
     kind = optimizer.get("type")
     is_known = isinstance(kind, str) and (kind.lower() in DEEPSPEED_OPTIMIZERS or hasattr(torch.optim, kind))
     if optimizer and not is_known:
-        raise unknown_optimizer(kind)
-    params = optimizer_params(optimizer)
+        errors.add(unknown_optimizer(kind))
+    with errors:
+        params = optimizer_params(optimizer)
     for key in ("lr", "weight_decay", "eps"):
         found = params.get(key, "auto")
         if found != "auto" and not _is_number(found):
             text = f"{key} must be a number, got {shown(found)}; {type_remedy(found) or 'write a number'}"
-            raise ConfigError(text, at=f"optimizer.params.{key}")
-    read_stock(plain, world_size=1)
+            errors.add(ConfigError(text, at=f"optimizer.params.{key}"))
+    errors.raise_all()
 
 
 def _write_zero_as_object(draft: Draft) -> None:

@@ -40,8 +40,47 @@ class ConfigError(ValueError):
 
     def __init__(self, text: str, *, at: str) -> None:
         is_named = re.search(rf"(?<![\w.]){re.escape(at)}(?!\w|\.\w)", text)
-        super().__init__(" ".join((text if is_named else f"{text} ({at})").split()))
+        self._text, self._end = text, "" if is_named else f" ({at})"
+        super().__init__(self.alone())
         self.location = at
+        self.also: list[ConfigError] = []
+        """Further errors of the same JSON."""
+
+    def alone(self) -> str:
+        """The message without the number of further errors."""
+        return " ".join(f"{self._text}{self._end}".split())
+
+    def __str__(self) -> str:
+        more = f"; {len(self.also)} more after this one" if self.also else ""
+        return " ".join(f"{self._text}{more}{self._end}".split())
+
+
+class Errors:
+    """The errors of a JSON. `with errors:` goes on after an error; `raise_all` raises the first one with the others."""
+
+    def __init__(self, found: Iterable[ConfigError] = ()) -> None:
+        self._found = list(found)
+
+    def add(self, error: ConfigError) -> None:
+        self._found.append(error)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, ConfigError):
+            return False
+        self._found += [error, *error.also]
+        error.also = []
+        return True
+
+    def raise_all(self) -> None:
+        """Raises if there is an error. A key has one error: others follow from the same value."""
+        by_key = {error.location: error for error in reversed(self._found)}
+        found = [error for error in self._found if by_key[error.location] is error]
+        if found:
+            found[0].also = found[1:]
+            raise found[0]
 
 
 def rule_error(text: str, *, field: str | None = None) -> PydanticCustomError:
@@ -70,19 +109,21 @@ def is_near(word: str, known: str) -> bool:
 
 
 def translate(error: ValidationError, model: type[BaseModel], *, at: str) -> ConfigError:
-    """The first of pydantic's errors in `model`, which is at the key `at` of the JSON, and the number of the others."""
-    details = error.errors(include_url=False)
-    first = details[0]
-    path = [str(part) for part in first["loc"]]
-    if first["type"] == "missing" and path[-1].isdigit():  # pydantic names the entry that a short list lacks
+    """Pydantic's errors in `model`, which is at the key `at` of the JSON."""
+    first, *others = [_translated(detail, model, at=at) for detail in error.errors(include_url=False)]
+    first.also = others
+    return first
+
+
+def _translated(detail: ErrorDetails, model: type[BaseModel], *, at: str) -> ConfigError:
+    path = [str(part) for part in detail["loc"]]
+    if detail["type"] == "missing" and path[-1].isdigit():  # pydantic names the entry that a short list lacks
         path.pop()
-    if first["type"] == _RULE_ERROR:
-        text, field = first["ctx"]["text"], first["ctx"]["field"]
+    if detail["type"] == _RULE_ERROR:
+        text, field = detail["ctx"]["text"], detail["ctx"]["field"]
         path += [field] if field else []
     else:
-        text = _cause(first, path, model)
-    if len(details) > 1:
-        text += f"; {len(details) - 1} more after this one"
+        text = _cause(detail, path, model)
     return ConfigError(text, at=".".join([at, *path]))
 
 
@@ -90,6 +131,9 @@ def _cause(detail: ErrorDetails, path: list[str], model: type[BaseModel]) -> str
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     owner, field = _find(model, path)
     name = _spelled(path) if path else model.__name__
+    if kind == "extra_forbidden" and name in (retired := getattr(owner, "retired", {})):
+        reason, remedy = retired[name]
+        return f"{name} is not a key, because {reason}, got {shown(value)}; {remedy}"
     if kind == "extra_forbidden":
         return f'unknown key "{name}" with value {shown(value)}; {suggestion(name, keys_of(owner))}'
     if kind in ("literal_error", "enum"):

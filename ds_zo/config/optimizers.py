@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from ds_zo.config.base import ConfigModel
-from ds_zo.config.errors import ConfigError, rule_error, shown
+from ds_zo.config.errors import ConfigError, Errors, rule_error, shown
 from ds_zo.config.learning_rates import starting_rate
 from ds_zo.config.stock import DTYPE_NAMES, is_on, lookup
 
@@ -135,25 +135,27 @@ class ZOParams(OptimizerParams):
         return self.direction_parallel
 
     def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+        errors = Errors()
         if is_on(lookup(ds_config, "flops_profiler")):
             text = (
                 "flops_profiler cannot follow the interleaved passes of ZO, got it enabled; set it to false and use "
                 "wall_clock_breakdown"
             )
-            raise ConfigError(text, at="flops_profiler.enabled")
+            errors.add(ConfigError(text, at="flops_profiler.enabled"))
         if config.section.compile_blocks:
             text = (
                 "compile_blocks belongs to LOMO, AdaLOMO and LSP, got true under ZO, which uses CUDA graphs instead "
                 "(compiled too, it ran at 0.88 to 1.00 of its speed on an H200); leave it out"
             )
-            raise ConfigError(text, at="ds_zo.compile_blocks")
+            errors.add(ConfigError(text, at="ds_zo.compile_blocks"))
         wanted, model, at = self.compute_dtype, DTYPE_NAMES[config.dtype], f"{config.params_at}.compute_dtype"
         if wanted != "auto" and config.dtype is not torch.float32 and wanted != model:
             text = f'compute_dtype must be "auto" or "{model}" with {model}.enabled, got "{wanted}"; leave it out'
-            raise ConfigError(text, at=at)
+            errors.add(ConfigError(text, at=at))
         if wanted != "auto" and config.autocast is not None and wanted != DTYPE_NAMES[config.autocast]:
             text = f'compute_dtype must be "auto" when torch_autocast is enabled, got "{wanted}"; leave it out'
-            raise ConfigError(text, at=at)
+            errors.add(ConfigError(text, at=at))
+        errors.raise_all()
 
     @model_validator(mode="after")
     def _directions_divide(self) -> Self:
@@ -204,13 +206,14 @@ class LOMOParams(OptimizerParams):
         return self.clip_grad_value is not None
 
     def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+        errors = Errors()
         if self.clip_grad_value is not None and config.clipping_explicit and config.gradient_clipping > 0:
             text = (
                 f"clip_grad_value excludes gradient_clipping, got {self.clip_grad_value:g} beside "
                 f"{config.gradient_clipping:g}; set gradient_clipping to 0 (HF Trainer: max_grad_norm=0), or leave "
                 "clip_grad_value out"
             )
-            raise ConfigError(text, at=f"{config.params_at}.clip_grad_value")
+            errors.add(ConfigError(text, at=f"{config.params_at}.clip_grad_value"))
         if config.trains and config.gradient_accumulation_steps > 1 and self.accumulation == "refuse":
             text = (
                 "gradient_accumulation_steps must be 1, because a gradient is freed once its update is made, got "
@@ -218,7 +221,8 @@ class LOMOParams(OptimizerParams):
                 "micro-batch with activation checkpointing, LSP or ZO, which accumulate, or set "
                 f'{config.params_at}.accumulation to "sequential" for one small update for each micro-batch'
             )
-            raise ConfigError(text, at="gradient_accumulation_steps")
+            errors.add(ConfigError(text, at="gradient_accumulation_steps"))
+        errors.raise_all()
 
 
 class AdaLOMOParams(LOMOParams):
@@ -254,16 +258,18 @@ class AdamWParams(OptimizerParams):
     """Added to the denominator of AdamW's update."""
 
     def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+        errors = Errors()
         for key, value in (config.section.params or {}).items():
             text = f"{key} belongs to the optimizer that the script makes, got {shown(value)}; set it there"
-            raise ConfigError(text, at=f"ds_zo.params.{key}")
+            errors.add(ConfigError(text, at=f"ds_zo.params.{key}"))
         for key in ("adam_w_mode", "adamw_mode"):
             if lookup(ds_config, f"optimizer.params.{key}") is False:
                 text = (
                     f"{key} must be true, because weight decay is decoupled from the gradient, got false; leave it "
                     'out, or make torch.optim.Adam in the script and write "ds_zo": {"backend": "adapter"}'
                 )
-                raise ConfigError(text, at=f"optimizer.params.{key}")
+                errors.add(ConfigError(text, at=f"optimizer.params.{key}"))
+        errors.raise_all()
 
 
 _RETIRED_LSP_KEYS = {
@@ -278,6 +284,8 @@ _RETIRED_LSP_KEYS = {
 
 class LSPParams(OptimizerParams):
     """LSP: Adam in the subspace of learned sparse projectors."""
+
+    retired = _RETIRED_LSP_KEYS
 
     lr: float = Field(starting_rate("lsp").lr, ge=0, le=100)
     """Learning rate; a `scheduler` scales it. Start from AdamW's: the updates of a matrix are as large as AdamW's."""
@@ -327,12 +335,14 @@ class LSPParams(OptimizerParams):
     """Seed of the positions and first values of projectors."""
 
     def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+        errors = Errors()
         if config.stream and not config.offload_optimizer:
             text = (
                 'LSP with weights on the host must run Adam on the host too, got offload_param.device "cpu" without '
                 'offload_optimizer; add "offload_optimizer": {"device": "cpu"}, or remove offload_param'
             )
-            raise ConfigError(text, at="zero_optimization.offload_optimizer.device")
+            errors.add(ConfigError(text, at="zero_optimization.offload_optimizer.device"))
+        errors.raise_all()
 
     def warnings_of_config(self, config: Resolved) -> list[str]:
         needs = []
@@ -346,15 +356,6 @@ class LSPParams(OptimizerParams):
             for what, remedy in needs
             if self.schedule == "layerwise"
         ]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_retired_keys(cls, params: Any) -> Any:
-        for key, (reason, remedy) in _RETIRED_LSP_KEYS.items():
-            if isinstance(params, dict) and key in params:
-                text = f"{key} is not a key, because {reason}, got {shown(params[key])}; {remedy}"
-                raise rule_error(text, field=key)
-        return params
 
     @model_validator(mode="after")
     def _row_fits_the_subspace(self) -> Self:

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from ds_zo.config.errors import ConfigError, is_near, shown, suggestion
+from ds_zo.config.errors import ConfigError, Errors, is_near, shown, suggestion
 from ds_zo.config.optimizers import STOCK_PARAMS, OptimizerParams
 from ds_zo.config.registry import backend_names, entries, entry_of
 from ds_zo.config.resolved import Resolved
@@ -76,16 +76,24 @@ def resolve(
         raise ConfigError(f"the configuration must be an object, got {shown(ds_config)}; pass a dict", at="top level")
     ds_config = with_section_on_top(ds_config)
     backend = _select(ds_config, client_optimizer=client_optimizer)
-    check_top_level(ds_config)
-    entry = entry_of(backend)
-    params, foreign = _own_and_foreign_params(ds_config, entry.params)
-    section = parse(DsZoConfig, block(ds_config, "ds_zo"), at="ds_zo")
-    if section.params is None:
-        optimizer = parse(entry.params, params, at="optimizer.params")
-    else:
-        _check_section_params(section.params, in_type=_backend_in_type(ds_config) is not None)
-        optimizer = parse(entry.params, section.params, at="ds_zo.params")
-    stock = read_stock(ds_config, world_size=world_size)
+    entry, errors = entry_of(backend), Errors()
+    with errors:
+        check_top_level(ds_config)
+    in_type, in_section = _backend_in_type(ds_config) is not None, block(ds_config, "ds_zo").get("params")
+    with errors:
+        section = parse(DsZoConfig, block(ds_config, "ds_zo"), at="ds_zo")
+    with errors:
+        if isinstance(in_section, dict):
+            _check_section_params(in_section, in_type=in_type)
+    with errors:
+        params, foreign = _own_and_foreign_params(ds_config, entry.params)
+        if isinstance(in_section, dict) and not in_type:
+            optimizer = parse(entry.params, in_section, at="ds_zo.params")
+        else:
+            optimizer = parse(entry.params, params, at="optimizer.params")
+    with errors:
+        stock = read_stock(ds_config, world_size=world_size)
+    errors.raise_all()
     param_place, optimizer_place = stock.zero.offload_param, stock.zero.offload_optimizer
     config = Resolved(
         backend=backend,
@@ -202,13 +210,15 @@ def _check_section_params(params: dict[str, Any], *, in_type: bool) -> None:
             "optimizer.params"
         )
         raise ConfigError(text, at="ds_zo.params")
+    errors = Errors()
     for key in _GROUP_KEYS:
         if params.get(key) is not None:
             text = (
                 f"{key} belongs to the optimizer that the script makes, got {shown(params[key])}; set it there, or "
                 "write an optimizer block instead of ds_zo.backend"
             )
-            raise ConfigError(text, at=f"ds_zo.params.{key}")
+            errors.add(ConfigError(text, at=f"ds_zo.params.{key}"))
+    errors.raise_all()
 
 
 def _own_and_foreign_params(
@@ -216,11 +226,13 @@ def _own_and_foreign_params(
 ) -> tuple[dict[str, Any], list[str]]:
     """`optimizer.params` without parameters of stock optimizers, and the names of the latter."""
     optimizer = block(ds_config, "optimizer")
+    errors = Errors()
     for key, value in optimizer.items():
         if key not in _OPTIMIZER_KEYS:
             known_param = key in model.model_fields
             remedy = "move it into optimizer.params" if known_param else suggestion(str(key), _OPTIMIZER_KEYS)
-            raise ConfigError(f'unknown key "{key}" with value {shown(value)}; {remedy}', at=f"optimizer.{key}")
+            errors.add(ConfigError(f'unknown key "{key}" with value {shown(value)}; {remedy}', at=f"optimizer.{key}"))
+    errors.raise_all()
     params = optimizer_params(optimizer)
     foreign = STOCK_PARAMS - model.model_fields.keys()
     own = {key: value for key, value in params.items() if key not in foreign}

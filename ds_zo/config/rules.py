@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from ds_zo.config.errors import ConfigError, is_near, keys_of, shown, suggestion
+from ds_zo.config.errors import ConfigError, Errors, is_near, keys_of, shown, suggestion
 from ds_zo.config.learning_rates import rate_warning
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.section import NEED_STREAMING, CheckpointConfig, DsZoConfig, StreamConfig
@@ -63,7 +64,11 @@ _MOMENTUM_SCHEDULERS = ("OneCycleLR", "CyclicLR")
 
 
 def check_top_level(ds_config: dict[str, Any]) -> None:
-    """Refuses a misspelt or misplaced top-level key. DeepSpeed ignores top-level keys that it does not know."""
+    """Refuses misspelt and misplaced top-level keys. DeepSpeed ignores top-level keys that it does not know."""
+    Errors(_check_top_level(ds_config)).raise_all()
+
+
+def _check_top_level(ds_config: dict[str, Any]) -> Iterator[ConfigError]:
     known = {*known_keys(), "ds_zo"}
     own = 'a key of your own may begin with "_"'
     for key in map(str, ds_config):
@@ -71,23 +76,30 @@ def check_top_level(ds_config: dict[str, Any]) -> None:
             continue
         if key in _PLACES:
             text = f"{key} belongs inside {_PLACES[key]}, got it at the top level, where it is ignored; move it"
-            raise ConfigError(f"{text} ({own})", at=key)
+            yield ConfigError(f"{text} ({own})", at=key)
         near = [name for name in sorted(known) if is_near(key.lower(), name)]
         if near:
             text = f'unknown key "{key}" with value {shown(ds_config[key])}, which DeepSpeed would ignore'
-            raise ConfigError(f"{text}; {suggestion(key, near)} ({own})", at=key)
+            yield ConfigError(f"{text}; {suggestion(key, near)} ({own})", at=key)
 
 
 def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
-    """Raises for the first combination that cannot work."""
-    _check_refused_features(ds_config)
-    check_removed_features(ds_config)
-    _check_placement(ds_config, config)
-    _check_dtypes(config)
-    _check_streaming(config)
-    _check_momentum(ds_config, config)
-    config.optimizer.check_config(ds_config, config)
-    _check_capabilities(config)
+    """Raises for combinations that cannot work."""
+    errors = Errors(
+        (
+            *_check_refused_features(ds_config),
+            *_check_removed_features(ds_config),
+            *_check_placement(ds_config, config),
+            *_check_dtypes(config),
+            *_check_streaming(ds_config, config),
+            *_check_momentum(ds_config, config),
+        )
+    )
+    with errors:
+        config.optimizer.check_config(ds_config, config)
+    for error in _check_capabilities(config):
+        errors.add(error)
+    errors.raise_all()
 
 
 def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
@@ -154,57 +166,61 @@ def far_rate(config: Resolved, lr: float, *, at: str, num_trained: int | None = 
     )
 
 
-def _check_refused_features(ds_config: dict[str, Any]) -> None:
+def _check_refused_features(ds_config: dict[str, Any]) -> Iterator[ConfigError]:
     for path, why in REFUSED.items():
         found = lookup(ds_config, path)
         if is_on(found):
-            raise ConfigError(f"{path} does not work with this backend, got {shown(found)}: {why}", at=path)
+            yield ConfigError(f"{path} does not work with this backend, got {shown(found)}: {why}", at=path)
     for path in REMOVED_FEATURES:
         if is_on(lookup(ds_config, path)):
             text = f"{path} is a feature that ds_zo does not have, got {shown(lookup(ds_config, path))}; remove the key"
-            raise ConfigError(text, at=path)
+            yield ConfigError(text, at=path)
 
 
 def check_removed_features(ds_config: dict[str, Any]) -> None:
     """Refuses keys that the installed DeepSpeed refuses, even if the feature is switched off."""
+    Errors(_check_removed_features(ds_config)).raise_all()
+
+
+def _check_removed_features(ds_config: dict[str, Any]) -> Iterator[ConfigError]:
     for path in REMOVED_FEATURES if refuses_removed_features() else ():
         found = lookup(ds_config, path)
         if found is not None:
-            raise ConfigError(f"DeepSpeed 0.19.8 removed {path}, got {shown(found)}; remove the key", at=path)
+            yield ConfigError(f"DeepSpeed 0.19.8 removed {path}, got {shown(found)}; remove the key", at=path)
 
 
-def _check_placement(ds_config: dict[str, Any], config: Resolved) -> None:
+def _check_placement(ds_config: dict[str, Any], config: Resolved) -> Iterator[ConfigError]:
     places = ["offload_param"] + (["offload_optimizer"] if config.entry.offloads_optimizer else [])
     for place in places:
         if _device(ds_config, place) == "nvme":
             text = f'{place}.device must be "cpu" or "none" with this backend, got "nvme"; write "cpu"'
-            raise ConfigError(text, at=f"zero_optimization.{place}.device")
+            yield ConfigError(text, at=f"zero_optimization.{place}.device")
     if config.stream and not config.entry.streams:
         text = (
             f'offload_param.device must be "none" under {config.backend}, which does not stream blocks, got "cpu"; '
             "leave offload_param out"
         )
-        raise ConfigError(text, at="zero_optimization.offload_param.device")
+        yield ConfigError(text, at="zero_optimization.offload_param.device")
 
 
-def _check_dtypes(config: Resolved) -> None:
+def _check_dtypes(config: Resolved) -> Iterator[ConfigError]:
     model = DTYPE_NAMES[config.dtype]
     if config.autocast is not None and config.dtype is not torch.float32:
         text = (
             f"torch_autocast casts from a float32 model, got it enabled beside {model}.enabled; disable one of the two"
         )
-        raise ConfigError(text, at="torch_autocast.enabled")
+        yield ConfigError(text, at="torch_autocast.enabled")
     if config.entry.refuses_fp16 and torch.float16 in (config.dtype, config.autocast):
         text = (
             f"{config.entry.optimizer_type} does not scale losses, which fp16 needs, got fp16; use bf16, whose range "
             "needs no loss scaling"
         )
-        raise ConfigError(text, at="fp16.enabled" if config.dtype is torch.float16 else "torch_autocast.dtype")
+        yield ConfigError(text, at="fp16.enabled" if config.dtype is torch.float16 else "torch_autocast.dtype")
 
 
-def _check_streaming(config: Resolved) -> None:
+def _check_streaming(ds_config: dict[str, Any], config: Resolved) -> Iterator[ConfigError]:
     """Refuses keys that limit memory only with streaming where streaming is off."""
-    if config.stream:
+    if config.stream or _device(ds_config, "offload_param") == "nvme":  # which is refused, and asks for streaming
         return
     for key in NEED_STREAMING:
         value = getattr(config.section.stream, key)
@@ -213,10 +229,10 @@ def _check_streaming(config: Resolved) -> None:
                 f"{key} needs block streaming, got {shown(value)} without it; set "
                 'zero_optimization.offload_param.device to "cpu", or leave the key out'
             )
-            raise ConfigError(text, at=f"ds_zo.stream.{key}")
+            yield ConfigError(text, at=f"ds_zo.stream.{key}")
 
 
-def _check_capabilities(config: Resolved) -> None:
+def _check_capabilities(config: Resolved) -> Iterator[ConfigError]:
     """Refuses keys of the `ds_zo` section that need a capability that the backend lacks."""
     entry, section = config.entry, config.section
     stream, trajectory, model = section.stream, section.checkpoint.trajectory, DTYPE_NAMES[config.dtype]
@@ -228,40 +244,40 @@ def _check_capabilities(config: Resolved) -> None:
     for key, (value, is_broken) in replayed.items():
         if is_broken and not entry.replays_updates:
             text = f"{key} belongs to ZO, whose updates can be replayed, got {shown(value)} under {config.backend}"
-            raise ConfigError(f"{text}; leave it out", at=f"ds_zo.{key}")
+            yield ConfigError(f"{text}; leave it out", at=f"ds_zo.{key}")
     if section.rounding == "kahan" and not entry.rounds_by_kahan:
         text = f"kahan rounding belongs to LOMO and AdaLOMO, got it under {config.backend}; write stochastic"
-        raise ConfigError(text, at="ds_zo.rounding")
+        yield ConfigError(text, at="ds_zo.rounding")
     if stream.wire_dtype not in ("auto", model) and not entry.stores_other_dtypes:
         text = (
             f"wire_dtype must be auto or the model's {model} under {config.backend}, which updates weights in the "
             f"model's dtype, got {shown(stream.wire_dtype)}; leave it out"
         )
-        raise ConfigError(text, at="ds_zo.stream.wire_dtype")
+        yield ConfigError(text, at="ds_zo.stream.wire_dtype")
     if stream.frozen_dtype != "auto" and not entry.reads_frozen_dtype:
         text = (
             f"frozen_dtype belongs to ZO and Adapter, got {shown(stream.frozen_dtype)} under {config.backend}; leave "
             "it out"
         )
-        raise ConfigError(text, at="ds_zo.stream.frozen_dtype")
+        yield ConfigError(text, at="ds_zo.stream.frozen_dtype")
     if stream.offload_activations and not entry.offloads_activations:
         text = f"offload_activations belongs to Adapter, got true under {config.backend}; leave it out"
-        raise ConfigError(text, at="ds_zo.stream.offload_activations")
+        yield ConfigError(text, at="ds_zo.stream.offload_activations")
     if stream.master == "split" and "master" in stream.model_fields_set and not entry.stores_other_dtypes:
         text = (
             f"master split belongs to ZO, got it under {config.backend}, which stores no low bits; leave it out, and "
             "choose the rounding of updates by ds_zo.rounding"
         )
-        raise ConfigError(text, at="ds_zo.stream.master")
+        yield ConfigError(text, at="ds_zo.stream.master")
     if config.stream and section.rounding == "kahan":
         text = (
             "kahan rounding keeps its rounding errors on the device, so it excludes block streaming, got both; write "
             "stochastic, or remove zero_optimization.offload_param"
         )
-        raise ConfigError(text, at="ds_zo.rounding")
+        yield ConfigError(text, at="ds_zo.rounding")
     if section.compile_blocks and not entry.compiles_blocks:
         text = f"compile_blocks needs a backend that compiles blocks, got true under {config.backend}; leave it out"
-        raise ConfigError(text, at="ds_zo.compile_blocks")
+        yield ConfigError(text, at="ds_zo.compile_blocks")
 
 
 def scheduler_warning(ds_config: dict[str, Any], lr: float, *, at: str) -> list[str]:
@@ -282,7 +298,7 @@ def scheduler_warning(ds_config: dict[str, Any], lr: float, *, at: str) -> list[
     ]
 
 
-def _check_momentum(ds_config: dict[str, Any], config: Resolved) -> None:
+def _check_momentum(ds_config: dict[str, Any], config: Resolved) -> Iterator[ConfigError]:
     """Refuses cycled momentum before the model is moved. torch's cyclic schedulers fail without momentum after that."""
     kind = lookup(ds_config, "scheduler.type")
     cycles = lookup(ds_config, "scheduler.params.cycle_momentum")
@@ -292,7 +308,7 @@ def _check_momentum(ds_config: dict[str, Any], config: Resolved) -> None:
     owner = config.entry.optimizer_type
     why = f"{owner}'s betas stay those of optimizer.params" if has_betas else "this backend has no momentum"
     text = f"cycle_momentum of {kind} must be false, because {why}, got {shown(cycles)}"
-    raise ConfigError(f"{text}; set cycle_momentum to false", at="scheduler.params.cycle_momentum")
+    yield ConfigError(f"{text}; set cycle_momentum to false", at="scheduler.params.cycle_momentum")
 
 
 def _device(ds_config: dict[str, Any], place: str) -> str:

@@ -17,7 +17,7 @@ from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP1
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from pydantic import BaseModel, ValidationError
 
-from ds_zo.config.errors import ConfigError, shown, suggestion, translate, type_remedy
+from ds_zo.config.errors import ConfigError, Errors, shown, suggestion, translate, type_remedy
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -66,22 +66,35 @@ class StockKeys:
 
 def read_stock(ds_config: dict[str, Any], *, world_size: int | None) -> StockKeys:
     """Checks and reads DeepSpeed's keys. With `world_size` None, it is that of the running process group."""
-    fp16 = parse(DeepSpeedFP16Config, block(ds_config, "fp16"), at="fp16")
+    errors = Errors()
     bf16_key = "bf16" if ds_config.get("bf16") is not None else "bfloat16"
-    bf16 = parse(DeepSpeedBF16Config, block(ds_config, bf16_key), at=bf16_key)
+    with errors:
+        fp16 = parse(DeepSpeedFP16Config, block(ds_config, "fp16"), at="fp16")
+        loss_scale = _loss_scale(fp16)
+    with errors:
+        bf16 = parse(DeepSpeedBF16Config, block(ds_config, bf16_key), at=bf16_key)
+    with errors:
+        _check_scheduler(block(ds_config, "scheduler"))
+    with errors:
+        clipping = number(ds_config, "gradient_clipping")
+    with errors:
+        autocast = _autocast(ds_config)
+    with errors:
+        zero = _zero(ds_config)
+    with errors:
+        accumulation_steps = _accumulation_steps(ds_config, world_size)
+    errors.raise_all()
     if fp16.enabled and bf16.enabled:
         text = "a model has one dtype, got both fp16.enabled and bf16.enabled true; set one of them to false"
         raise ConfigError(text, at=f"{bf16_key}.enabled")
-    _check_scheduler(block(ds_config, "scheduler"))
-    clipping = number(ds_config, "gradient_clipping")
     return StockKeys(
         dtype=torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else torch.float32,
-        autocast=_autocast(ds_config),
-        loss_scale=_loss_scale(fp16),
-        zero=_zero(ds_config),
+        autocast=autocast,
+        loss_scale=loss_scale,
+        zero=zero,
         gradient_clipping=GRADIENT_CLIPPING_DEFAULT if clipping is None else clipping,
         clipping_explicit=clipping is not None,
-        gradient_accumulation_steps=_accumulation_steps(ds_config, world_size),
+        gradient_accumulation_steps=accumulation_steps,
     )
 
 
@@ -197,8 +210,14 @@ def _number_remedy(value: Any) -> str:
 
 def _accumulation_steps(ds_config: dict[str, Any], world_size: int | None) -> int:
     """The accumulation steps as DeepSpeed computes them: as written, else from the two batch sizes, else 1."""
-    written = count(ds_config, "gradient_accumulation_steps")
-    total, micro = count(ds_config, "train_batch_size"), count(ds_config, "train_micro_batch_size_per_gpu")
+    errors = Errors()
+    with errors:
+        written = count(ds_config, "gradient_accumulation_steps")
+    with errors:
+        total = count(ds_config, "train_batch_size")
+    with errors:
+        micro = count(ds_config, "train_micro_batch_size_per_gpu")
+    errors.raise_all()
     if written is not None or total is None or micro is None:
         return written or 1
     if world_size is None:
@@ -247,6 +266,7 @@ def _check_scheduler(settings: dict[str, Any]) -> None:
     except TypeError as error:
         text = f"params must be those of {name}, got {shown(params)}: {error}; correct them"
         raise ConfigError(text, at="scheduler.params") from None
+    errors = Errors()
     for key, value in params.items():
         is_rate = key.endswith("lr") or key == "eta_min"
         for entry in value if isinstance(value, list) else [value]:
@@ -254,7 +274,8 @@ def _check_scheduler(settings: dict[str, Any]) -> None:
             if entry != "auto" and (remedy or (is_rate and isinstance(entry, (str, dict)))):
                 rule = "must be a number" if is_rate else "must not be in quotes"
                 text = f"{key} {rule}, got {shown(entry)}; {remedy or 'write a number'}"
-                raise ConfigError(text, at=f"scheduler.params.{key}")
+                errors.add(ConfigError(text, at=f"scheduler.params.{key}"))
+    errors.raise_all()
 
 
 def _autocast(ds_config: dict[str, Any]) -> torch.dtype | None:
