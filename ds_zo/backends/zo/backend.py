@@ -46,7 +46,7 @@ from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.snapshot import Snapshot, persistent_buffers
 from ds_zo.checkpoint.stock import Weights, check_weights
-from ds_zo.config import Resolved
+from ds_zo.config import Resolved, ZOParams
 from ds_zo.logs import show
 from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.units import Unit
@@ -65,6 +65,7 @@ class ZOBackend(Backend):
         process_group: Any = None,
     ) -> None:
         super().__init__(module, config, optimizer=optimizer, device=device, process_group=process_group)
+        assert isinstance(config.optimizer, ZOParams)
         self.settings = config.optimizer
         self.ranks = Ranks(
             process_group,

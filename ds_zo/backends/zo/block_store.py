@@ -29,7 +29,7 @@ from ds_zo.backends.zo.step_time import (
     measure_link,
 )
 from ds_zo.checkpoint.claims import Claims
-from ds_zo.config import ConfigError, Resolved
+from ds_zo.config import ConfigError, Resolved, ZOParams
 from ds_zo.logs import show
 from ds_zo.planner.choices import WIRE
 from ds_zo.planner.zo_buffers import ZOBuffers
@@ -57,6 +57,7 @@ class ZOBlockStore(BlockStore):
         ranks: Ranks,
     ):
         settings, stream = config.optimizer, config.section.stream
+        assert isinstance(settings, ZOParams)
         self._num_passes = 2 * ranks.num_own_directions
         self._first_direction = ranks.first_direction
         rounding = config.section.rounding
