@@ -52,7 +52,7 @@ _USUAL_NUMEL = 7e9
 _FAR = 10.0
 """A rate is far from the table's if it is more than this many times larger than the largest, or smaller than the
 smallest."""
-_LARGEST_ZO_RATE = 5e-4
+_LARGEST_OF_SMALL = {"zo": 5e-4}
 """Learning rate of ZO for the embedded model of a million parameters. No larger one is known to train a language model
 by ZO."""
 
@@ -67,6 +67,11 @@ def starting_rate(backend: str, *, num_parameters: int | None = None, is_clipped
     )
 
 
+def has_rates(backend: str) -> bool:
+    """Whether the table has a backend. One that is registered from outside ds_zo is not in it."""
+    return any(rate.backend == backend for rate in STARTING_RATES)
+
+
 def usual_rates(backend: str) -> tuple[float, float]:
     """The smallest and the largest learning rate of a backend in the table."""
     rates = [rate.lr for rate in STARTING_RATES if rate.backend == backend]
@@ -76,8 +81,9 @@ def usual_rates(backend: str) -> tuple[float, float]:
 def largest_rate(backend: str, num_trained: int | None = None) -> float:
     """The largest learning rate of a backend without a warning. ZO's falls with the number of trained parameters,
     because an estimate along one direction is longer than the gradient, by more the more parameters there are."""
-    if backend == "zo":
-        return _LARGEST_ZO_RATE if num_trained is None else min(_LARGEST_ZO_RATE, max(1e-5, 1e4 / max(1, num_trained)))
+    largest = _LARGEST_OF_SMALL.get(backend)
+    if largest is not None:
+        return largest if num_trained is None else min(largest, max(1e-5, 1e4 / max(1, num_trained)))
     return _FAR * usual_rates(backend)[1]
 
 
@@ -88,7 +94,7 @@ def rate_warning(
 
     With `adamw_rates` no rate is too small: preference and reinforcement training lowers AdamW's by as much.
     """
-    if not lr or all(rate.backend != backend for rate in STARTING_RATES):
+    if not lr or not has_rates(backend):
         return None
     low, high = usual_rates(backend)
     is_low = lr < low / _FAR and not adamw_rates

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ds_zo.config.learning_rates import starting_rate
+from ds_zo.config.learning_rates import has_rates, starting_rate
 from ds_zo.config.registry import BackendEntry, backend_names, entries, entry_of, imported
 from ds_zo.config.resolve import resolve, with_section_in_zero
 from ds_zo.config.section import NEED_STREAMING, StreamConfig
@@ -82,7 +82,7 @@ def _own_estimate(entry: BackendEntry, model: Model, limits: Limits, options: Op
         model,
         _limited(limits, options.stream),
         stream=options.stream if options.is_only else _without(options.stream, entry.unread_stream_keys),
-        params=parse(entry.params, {"lr": _lr(entry, model)} | options.params, at="optimizer.params"),
+        params=parse(entry.params, _rate(entry, model) | options.params, at="optimizer.params"),
         offload=options.offload,
         checkpointing=options.checkpointing,
     )
@@ -90,8 +90,10 @@ def _own_estimate(entry: BackendEntry, model: Model, limits: Limits, options: Op
     return replace(found, config=with_section_in_zero(dict(found.config)))
 
 
-def _lr(entry: BackendEntry, model: Model) -> float:
-    return starting_rate(entry.name, num_parameters=model.numel, is_clipped=not entry.updates_in_backward).lr
+def _rate(entry: BackendEntry, model: Model) -> dict[str, float]:
+    if not has_rates(entry.name):
+        return {}
+    return {"lr": starting_rate(entry.name, num_parameters=model.numel, is_clipped=not entry.updates_in_backward).lr}
 
 
 def _limited(limits: Limits, stream: StreamConfig) -> Limits:
