@@ -19,7 +19,11 @@ from ds_zo.config.section import BackendName, CheckpointConfig, DsZoConfig, Stre
 BEGIN = "<!-- keys: written by `python -m ds_zo.config --write`, not by hand -->"
 END = "<!-- end of keys -->"
 
-_SECTIONS: dict[str, type[BaseModel]] = {"`ds_zo`": DsZoConfig, "`ds_zo.stream`": StreamConfig, "`ds_zo.checkpoint`": CheckpointConfig}
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "`ds_zo`": DsZoConfig,
+    "`ds_zo.stream`": StreamConfig,
+    "`ds_zo.checkpoint`": CheckpointConfig,
+}
 _TYPE_WORDS = {int: "integer", float: "number", bool: "true or false", str: "string"}
 _SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
