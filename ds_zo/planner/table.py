@@ -6,7 +6,6 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-from ds_zo.config.registry import entry_of
 from ds_zo.planner.estimate import Estimate
 from ds_zo.planner.plan import ADAPTERS, DOES_NOT_FIT, ORDER, Plan
 
@@ -52,7 +51,7 @@ def _advice(plan: Plan) -> list[str]:
         why = "all weights and AdamW's states fit the GPU, so ds_zo is not needed"
     elif found.contender in ADAPTERS:
         why = "training all weights with gradients does not fit; adapters do, and this is the fastest way"
-    elif entry_of(found.contender).zeroth_order:
+    elif found.contender in ORDER[-1]:
         why = "no method with gradients fits; a step of ZO teaches less than theirs"
     else:
         why = "it trains all weights with gradients in this memory, which AdamW does not fit"
