@@ -107,7 +107,7 @@ def make_parameter_states(module: nn.Module, config: Resolved, *, clips_by_layer
     states: list[ParameterState] = []
     offset = 0
     for name, p in module.named_parameters():
-        if p.requires_grad and p.dtype not in _TRAINABLE_DTYPES:
+        if p.requires_grad and p.is_floating_point() and p.dtype not in _TRAINABLE_DTYPES:
             raise ConfigError(
                 f"trained parameters are of dtype float32, bfloat16 or float16, got {name} of {p.dtype}: convert "
                 "the model before deepspeed.initialize, or freeze the parameter",

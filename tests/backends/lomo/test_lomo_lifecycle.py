@@ -314,10 +314,6 @@ def test_a_new_engine_takes_the_place_of_the_old(closed: bool) -> None:
 def test_a_replaced_parameter_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"embed_tokens\.weight of torch\.float64.*convert"):
         start(config_for(), lively("llama").double())
-    model = lively("llama")
-    model.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
-    with pytest.raises(ConfigError, match=r"phase of torch\.complex64.*or freeze the parameter"):
-        start(config_for(), model)
     engine = start(config_for(), lively("llama"))
     engine.module.lm_head.weight = nn.Parameter(engine.module.lm_head.weight.detach().clone())
     with pytest.raises(ValueError, match=r"lm_head\.weight.*before deepspeed\.initialize"):
