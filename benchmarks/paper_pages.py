@@ -190,8 +190,7 @@ def zo_6() -> str:
     said = (
         "Throughput with a save every 10 steps, as a share of that without. One H200, random weights, bf16, one "
         "sequence of 2,048 tokens, all of ZO's blocks streamed, `master: wire`. Our lines name the file system and its "
-        "speed, by the writer's threads where these were measured. The paper names neither its interval nor its disk. "
-        "Steps are timed as a whole, from the first save to the end of the last, so that there is no spread. "
+        "speed. The paper names neither its interval nor its disk. Steps are timed as a whole, without a spread. "
         f"{_CELLS}"
     )
     heads = ["", "MeZO, torch.save", "ZO, torch.save", "ZO, asynchronous", "run"]
@@ -306,11 +305,10 @@ def lomo_2() -> str:
         body.append([*cells, both(theirs_gb, ours[0], "{:.1f}"), both(theirs, ours[1]), planned])
     said = (
         "GPU memory in GB and tokens/s of each card, random weights in bf16, 1 x 1,024 tokens, activation "
-        "checkpointing. Ours is one H200 throughout. Runs on several cards are not measured: lines with other numbers "
-        "of cards show that a model fits, and no ratio. The last column is computed by `ds-zo plan` for as many H200 "
-        "as the paper has cards, with LOMO at ZeRO stage 3: memory and speed of each card, where no collective "
-        "overlaps with computing. The planner has no estimate of AdamW and SGD at stage 3 without offload. Other cells "
-        f"are paper / ours. Speed is that of the median step. {STEPS}"
+        "checkpointing. Ours is one H200 throughout. Lines with other numbers of cards show that a model "
+        "fits, and no ratio. The last column is computed by `ds-zo plan` for as many H200 as the paper has cards, with "
+        "LOMO at ZeRO stage 3, where no collective overlaps with computing. Other cells are paper / ours. Speed is "
+        f"that of the median step. {STEPS}"
     )
     commands = suite("lomo_speed", "run --preset paper", only="paper/speed"), suite("lomo_plans", "")
     used += plans.values()
@@ -378,9 +376,8 @@ def lsp_5() -> str:
     said = (
         "LSP's throughput (d = 512, random projectors, embedding and head projected) over ZeRO-Offload's (stage 2), "
         "random weights, bf16, activation checkpointing, clipping 1.0. The paper's cards have links of 10 to 20 GB/s, "
-        "ours is an H200 on its own link, then with copies slowed down to such links. ZeRO-Offload's states are "
-        "float32 as in the paper, but bf16 for LLaMA-7B, whose float32 states take nearly all of the host's memory. "
-        f"The paper's ratios are in the order of its text. {RATIOS}"
+        "ours is an H200 on its own link, then with copies slowed down to such links. The paper's ratios are in "
+        f"the order of its text. {RATIOS}"
     )
     links = [f"{link_name(link)} link" if link is None else f"{link:g} GB/s" for link in LINKS_GBPS]
     heads = ["paper's case", "our shape and tokens", "ZeRO-Offload's states", "paper", *links]

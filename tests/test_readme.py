@@ -372,6 +372,25 @@ def test_the_readme_is_short() -> None:
     assert len((REPO / "README.md").read_bytes()) <= 6_500
 
 
+def prose_of(page: Path) -> list[str]:
+    """The words of a page outside tables, code, comments and folded parts."""
+    text = page.read_text(encoding="utf-8")
+    for left_out in (
+        r"<details.*?</details>",
+        r"^ *```.*?^ *```$",
+        r"<!--.*?-->",
+        r"^ *\|[^\n]*$",
+        r"(?<=\])\([^)]*\)",
+    ):
+        text = re.sub(left_out, "", text, flags=re.DOTALL | re.MULTILINE)
+    return text.split()
+
+
+def test_the_pages_are_few_and_short() -> None:
+    assert len(PAGES) - 1 <= 20
+    assert sum(len(prose_of(page)) for page in PAGES) <= 16_000, "say it shorter, or in a table"
+
+
 def test_troubleshooting_quotes_messages_that_exist() -> None:
     quoted = re.findall(r"\*\*`([^`]+)`\*\*", (REPO / "docs" / "help.md").read_text(encoding="utf-8"))
     assert len(quoted) >= 8

@@ -133,20 +133,29 @@ def markdown(parts: Sequence[MeasuredModel], *, root: str, plot: str | None, row
         lines += [f"{card}: {_CELLS}", "", *_table(of_cap), ""]
     if any(row.get("ran_with_gb") for part in parts for row in part.entrants):
         lines += [
-            f"{_RAN_ONCE.strip()} marks a case that was run once, with more memory than the limit. If it has figures, "
-            "it never held more than the limit. If it has none, it failed in spite of the larger memory.",
+            f"{_RAN_ONCE.strip()} Ran without the limit; figures only if its peak stayed under the limit.",
             "",
         ]
     lines += [f"{note}\n" for note in _not_measured(parts)]
     if plot is not None:
         lines += [f"![GPU memory against speed, one panel a model]({plot})", ""]
-    lines.append(
-        "Circles are ours, hollow where they ran within a smaller card. Speed is the mean over the timed steps, memory "
-        "its peak. ZO takes two forward passes a step and learns less from it than a gradient teaches: its speed is "
-        "not that of learning. Every contender's settings, the parts of a step, bytes moved and last words are under "
-        f"[{root}]({root}). {rows} Made by the command below; `--contenders NAME` selects a line:"
-    )
-    return wrapped("\n".join([*lines, "", "```bash", *_commands(parts, root), "```"]))
+    lines += [
+        "Circles are ours, hollow where they ran within a smaller card. Speed is the mean over the timed steps, memory its "
+        "peak. ZO's speed is not that of learning.",
+        "",
+        '<details markdown="1">',
+        "<summary>Rows and command</summary>",
+        "",
+        f"Every contender's settings, the parts of a step, bytes moved and last words are under [{root}]({root}). {rows} "
+        "Made by the command below; `--contenders NAME` selects a line:",
+        "",
+        "```bash",
+        *_commands(parts, root),
+        "```",
+        "",
+        "</details>",
+    ]
+    return wrapped("\n".join(lines))
 
 
 def _rows(parts: Sequence[MeasuredModel], base: Path) -> str:

@@ -61,7 +61,7 @@ def test_the_command_fills_the_file_between_its_markers_from_the_rows(
     assert "tokens/s (slowest to fastest step, number of steps) / GPU GB / host GB" in small
     in_all = "36,506 (33,851 to 38,388, 3) / 4.90 / 1.50"
     assert f"| ZO | 12,345 (33,851 to 38,388, 3) / 23.0 / 6.54 † | {in_all} |" in small
-    assert "\n† marks a case that was run once, with more memory than the limit." in text
+    assert "\n† Ran without the limit; figures only if its peak stayed under the limit." in text
     rows_of = "[opt-6.7b-24gb](results/big/rows.jsonl)."
     rows_of = f"[llama-1.3b-24gb](results/llama-1.3b/24gb/rows.jsonl), {rows_of}"
     rows_of = f"Rows: run r1: [llama-1.3b](results/llama-1.3b/uncapped/rows.jsonl), {rows_of}"
