@@ -19,22 +19,20 @@ from ds_zo.records.rows import Row, append_row
 PLANNED = "cpu_front_page.jsonl"
 SIZES = ("7B", "30B", "70B", "175B")
 CARD_GB = 24
-_NF4 = {"frozen_dtype": "nf4"}
 _STREAMED = {"resident_blocks": 0}
-_INPUTS = _NF4 | _STREAMED | {"offload_activations": True}
+_INPUTS = _STREAMED | {"frozen_dtype": "nf4", "offload_activations": True}
 PLANS = {
     "30B/zero-offload": ("random:llama-30b", 4, 1024, "zero-offload", None),
     "70B/zero-offload": ("random:llama-70b", 2, 1024, "zero-offload", None),
     "175B/zero-offload": ("random:opt-175b", 1, 2048, "zero-offload", None),
     "70B/all": ("random:llama-70b", 2, 1024, "lomo", _STREAMED),
     "175B/all": ("random:opt-175b", 1, 2048, "lomo", _STREAMED),
-    "30B/qlora": ("random:llama-30b", 1, 1024, "adapter", _NF4 | {"resident_blocks": 60}),
-    "70B/qlora": ("random:llama-70b", 2, 1024, "adapter", _NF4 | {"resident_blocks": 80}),
-    "175B/qlora": ("random:opt-175b", 1, 2048, "adapter", _NF4 | {"resident_blocks": 96}),
+    "30B/qlora": ("random:llama-30b", 1, 1024, "qlora", None),
+    "70B/qlora": ("random:llama-70b", 2, 1024, "qlora", None),
+    "175B/qlora": ("random:opt-175b", 1, 2048, "qlora", None),
     "30B/lora": ("random:llama-30b", 1, 1024, "adapter", _INPUTS),
 }
-"""By case: model, sequences, tokens of a sequence, backend, section `ds_zo.stream`. QLoRA keeps the 4-bit base on the
-GPU, as the backend `adapter` does with all blocks resident."""
+"""By case: model, sequences, tokens of a sequence, backend, section `ds_zo.stream`."""
 MEASURED = {
     "7B/zero-offload": ("lean/held-7b-24gb/rows.jsonl", "zero2-offload-bf16"),
     "7B/all": ("h200_lomo.jsonl", "streamed/7b-6gb"),

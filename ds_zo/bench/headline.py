@@ -140,13 +140,14 @@ def markdown(parts: Sequence[MeasuredModel], *, root: str, plot: str | None, row
     if plot is not None:
         lines += [f"![GPU memory against speed, one panel a model]({plot})", ""]
     lines += [
-        "Circles are ours, hollow where they ran within a smaller card. Speed is the mean over the timed steps, memory its "
-        "peak. ZO's speed is not that of learning.",
+        "Circles are ours, hollow where they ran within a smaller card. Speed is the mean over the timed steps, memory "
+        "its peak. ZO's speed is not that of learning.",
         "",
         '<details markdown="1">',
         "<summary>Rows and command</summary>",
         "",
-        f"Every contender's settings, the parts of a step, bytes moved and last words are under [{root}]({root}). {rows} "
+        "Every contender's settings, the parts of a step, bytes moved and last words are under "
+        f"[{root}]({root}). {rows} "
         "Made by the command below; `--contenders NAME` selects a line:",
         "",
         "```bash",
