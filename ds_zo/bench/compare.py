@@ -211,11 +211,12 @@ def _compare(args: argparse.Namespace) -> None:
         else:
             _run_groups(groups, args, device=device, ends=ends)
     finally:  # also on SIGTERM
-        if args.preset is None:
-            begun = [part.folder for part in tables[0] if part.out.exists()]
-            for folder, rows in runs_of(begun, groups[0].run_id, needed=False):
+        for parts in tables:
+            begun = [part.folder for part in parts if part.out.exists()]
+            run_id = next(group.run_id for group in groups if group.parts is parts)
+            for folder, rows in runs_of(begun, run_id, needed=False):
                 print(_write(rows, folder, args))
-        else:
+        if args.preset is not None:
             _say_what_is_left(groups, args.out)
 
 
@@ -311,7 +312,7 @@ def _run_group(group: Group, args: argparse.Namespace, *, known: Sequence[Row], 
 def _say_what_is_left(groups: Sequence[Group], out: Path) -> None:
     left = {(part.out, case.name) for group in groups if not group.is_stuck() for part, case in group.left()}
     again = f"{len(left)} cases are left: the same command with --resume goes on" if left else "nothing is left"
-    print(f"{again}; tables and pages: ds-zo bench --report-only --out {out}")
+    print(f"{again}; pages: {out}/*/*/report.html")
 
 
 def _write(rows: Sequence[Row], folder: Path, args: argparse.Namespace) -> str:

@@ -33,6 +33,16 @@ NOTES = (
     "process's peak and the fall of the machine's free memory, which helper processes share in.",
 )
 
+_ZO_NOTE = (
+    "A star marks steps of zeroth order: two forward passes and no gradient. Such a step teaches less than the others, "
+    "so that its tokens/s are not its speed of learning."
+)
+_HOST_NOTE = (
+    "Host memory is the larger of the process's peak and the fall of the machine's free memory, which helper processes "
+    "share in."
+)
+_GPU_COLUMNS = ("copies alone ms", "GPU GB", "up GB", "down GB")
+
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2024; background: #fff; margin: 2rem auto; max-width: 84rem;
   padding: 0 1rem; }
@@ -66,8 +76,8 @@ def write_report(rows: Sequence[Row], out: Path, *, target_loss: float | None = 
 
 def markdown(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
     """Makes the tables: contenders with numbers, the fastest first; contenders without; the set-up of each."""
-    columns = _columns(target_loss)
     entrants = contenders(rows)
+    columns = _columns(entrants, target_loss)
     done, failed = by_speed(entrants), [row for row in entrants if row["status"] != "ok"]
     lines = [f"## {title_of(rows)}", "", facts_of(rows), ""]
     if done:
@@ -87,7 +97,11 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
     failed = ", ".join(row["contender"] for row in moved if row["status"] != "ok")
     exactly = ", ".join(row["contender"] for row in entrants if row["pinned_exactly"])
     astray = ", ".join(row["contender"] for row in entrants if row.get("starts_as_given") is False)
-    notes = list(NOTES)
+    notes = [note for note in NOTES if "GPU" not in note or on_gpu(entrants)]
+    if not on_gpu(entrants):
+        notes.append(_HOST_NOTE)
+    if any(is_zeroth_order(row) for row in entrants):
+        notes.append(_ZO_NOTE)
     if elsewhere:
         notes.append(
             f"Run once, with more memory than this cap, of which they never held more than it has: {elsewhere}."
@@ -105,7 +119,7 @@ def notes_of(rows: Sequence[Row]) -> list[str]:
 
 def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
     """Makes one HTML file that opens without a server or a network."""
-    from ds_zo.bench.plots import breakdown, learning_curves, memory_against_speed
+    from ds_zo.bench.plots import learning_curves
 
     entrants = contenders(rows)
     done, failed = by_speed(entrants), [row for row in entrants if row["status"] != "ok"]
@@ -115,12 +129,7 @@ def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
     body += ['<ul class="facts">', *(f"<li>{_text(note)}</li>" for note in notes_of(rows)), "</ul>"]
     if done:
         figures = (
-            (
-                "Memory against speed",
-                memory_against_speed(done, cap_gb=entrants[0]["params"]["spec"].get("device_memory_gb")),
-                "Up and to the left is better. Circles are ours.",
-            ),
-            ("Where a step's time goes", breakdown(done), "Upper bar: the parts, each waited for. Lower: the GPU."),
+            *_device_figures(done),
             (
                 "Loss against steps",
                 learning_curves(done, against="steps"),
@@ -147,6 +156,23 @@ def page(rows: Sequence[Row], *, target_loss: float | None = None) -> str:
     viewport = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     content = "\n".join(body)
     return f'<!doctype html>\n<html lang="en"><head>{head}{viewport}</head>\n<body>\n{content}\n</body></html>\n'
+
+
+def _device_figures(done: Sequence[Row]) -> tuple[tuple[str, str, str], ...]:
+    """The figures about the GPU: name, picture, caption."""
+    from ds_zo.bench.plots import breakdown, memory_against_speed
+
+    if not on_gpu(done):
+        return ()
+    cap_gb = done[0]["params"]["spec"].get("device_memory_gb")
+    return (
+        (
+            "Memory against speed",
+            memory_against_speed(done, cap_gb=cap_gb),
+            "Up and to the left is better. Circles are ours.",
+        ),
+        ("Where a step's time goes", breakdown(done), "Upper bar: the parts, each waited for. Lower: the GPU."),
+    )
 
 
 def contenders(rows: Sequence[Row]) -> list[Row]:
@@ -188,7 +214,7 @@ def _settings(row: Row) -> Row:
 def title_of(rows: Sequence[Row]) -> str:
     spec = contenders(rows)[0]["params"]["spec"]
     cap = spec.get("device_memory_gb")
-    card = f", GPU memory capped at {cap:g} GB" if cap is not None else ""
+    card = f", GPU memory capped at {cap:g} GB" if cap is not None and on_gpu(rows) else ""
     layers = f" cut to {spec['layers']} layers" if spec.get("layers") else ""
     model = re.sub(r"^random:(.*)", r"\1 with random weights", spec["model"])
     return f"{model}{layers}, {spec['batch']} x {spec['length']} tokens, {spec['dtype']}{card}"
@@ -213,12 +239,22 @@ def facts_of(rows: Sequence[Row]) -> str:
     return "; ".join(facts)
 
 
-def _columns(target_loss: float | None) -> dict[str, Callable[[Row], str]]:
+def on_gpu(rows: Sequence[Row]) -> bool:
+    return any(row.get("gpu") for row in rows)
+
+
+def is_zeroth_order(row: Row) -> bool:
+    """Whether the case trains by ZO or MeZO."""
+    optimizer = (row["params"].get("config") or {}).get("optimizer") or {}
+    return str(optimizer.get("type")).lower() in ("zo", "mezo")
+
+
+def _columns(rows: Sequence[Row], target_loss: float | None) -> dict[str, Callable[[Row], str]]:
     def milliseconds(key: str) -> Callable[[Row], str]:
         return lambda row: shown(row.get(key), scale=1e3)
 
     columns: dict[str, Callable[[Row], str]] = {
-        "contender": lambda row: str(row["contender"]),
+        "contender": lambda row: f"{row['contender']}{'*' if is_zeroth_order(row) else ''}",
         "tokens/s": _speed,
         "step ms": _spread,
         "steps": _steps,
@@ -234,7 +270,11 @@ def _columns(target_loss: float | None) -> dict[str, Callable[[Row], str]]:
     }
     if target_loss is not None:
         columns[f"s to loss {target_loss:g}"] = lambda row: shown(time_to_loss(row, target_loss))
-    return columns
+    if on_gpu(rows):
+        return columns
+    done = [row for row in rows if row["status"] == "ok"]
+    kept = {name: cell for name, cell in columns.items() if name not in _GPU_COLUMNS}
+    return {name: cell for name, cell in kept.items() if any(map(cell, done)) or not done}
 
 
 def _speed(row: Row) -> str:
@@ -332,7 +372,7 @@ def _first_line(error: Any) -> str:
 
 
 def _table(rows: Sequence[Row], target_loss: float | None) -> str:
-    columns = _columns(target_loss)
+    columns = _columns(rows, target_loss)
     parts = ["<table><thead><tr>", *(f"<th>{_text(name)}</th>" for name in columns), "</tr></thead><tbody>"]
     for row in rows:
         if row["status"] == "ok":

@@ -176,6 +176,8 @@ def run_cases(
                 if on_row is not None:
                     on_row(row)
             results.append(row)
+            if bar.disable:  # no terminal: a line for each case
+                print(f"{len(results)}/{len(chosen)} {case.name}: {row['status']}", file=sys.stderr, flush=True)
             bar.update()
             bar.set_postfix_str(f"{case.name}: {row['status']}", refresh=True)
     return results

@@ -130,3 +130,15 @@ def test_rows_of_two_runs_are_not_compared() -> None:
     mixed[3]["run_id"] = "r2"
     with pytest.raises(ValueError, match="one run, got r1, r2"):
         contenders(mixed)
+
+
+def test_a_table_of_a_cpu_has_no_words_of_a_gpu_and_marks_zo() -> None:
+    made = [row | {"gpu": None, "peak_gb": 0.0, "link_gbps": None} for row in rows()]
+    for row in made:
+        row["params"] = row["params"] | {"config": {"optimizer": {"type": "ZO" if row["case"] == "zo" else "SGD"}}}
+    text = markdown(made).partition("| contender | set up as |")[0]
+    assert "| zo* |" in text and "| lomo |" in text and "zeroth order" in text
+    head = next(line for line in text.splitlines() if line.startswith("| contender | tokens/s"))
+    assert "GPU" not in head and "up GB" not in head and "copies" not in head
+    assert not [line for line in text.splitlines() if line.startswith("- ") and "GPU" in line]
+    assert "GPU GB" in markdown(rows())
