@@ -273,7 +273,7 @@ def test_malformed_configs_fail_in_initialize_as_they_do_in_resolve():
 
 def test_a_misspelt_type_is_told_from_stock_ones():
     for written, remedy in {"MeZO": "ZO", "Ada-LOMO": "AdaLOMO", "AdmW": "adamw"}.items():
-        with pytest.raises(ConfigError, match=rf'got "{written}"; did you mean "{remedy}"\? \(optimizer.type\)'):
+        with pytest.raises(ConfigError, match=rf'got "{written}"; did you mean "{remedy}"\?$'):
             start(zo_config(optimizer={"type": written}), torch.nn.Linear(2, 2))
     assert type(start(zo_config(optimizer={"type": "RMSprop"}), torch.nn.Linear(2, 2))) is DeepSpeedEngine
 
