@@ -43,6 +43,8 @@ UNREAD = {
     "prescale_gradients": _REDUCTION,
 }
 """Top-level keys of DeepSpeed that no backend reads, with the reason to remove them."""
+_WRITTEN_BY_CLIENTS = ("zero_allow_untested_optimizer",)
+"""Keys of `UNREAD` that Accelerate writes itself, so that their author is not told of them."""
 READ_OF_ZERO = ("stage", "offload_param", "offload_optimizer")
 """Keys of `zero_optimization` that backends read."""
 READ_OF_PLACES = ("device", "pin_memory")
@@ -105,7 +107,7 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
 def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
     """Dotted names of keys that are accepted and have no effect: stock keys, ours for streaming where it is off, and
     ours that the backend does not read."""
-    ignored = [key for key in UNREAD if ds_config.get(key) is not None]
+    ignored = [key for key in UNREAD if ds_config.get(key) is not None and key not in _WRITTEN_BY_CLIENTS]
     zero = ds_config.get("zero_optimization")
     ignored += _ignored_of_zero(zero, config) if isinstance(zero, dict) else []
     if not config.entry.scales_loss:
