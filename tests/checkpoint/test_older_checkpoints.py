@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from recorded_runs import record_all
 from safetensors.torch import load_file
 from write_fixtures import PARAMS, start, train, weights
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
 FOLDER = Path(__file__).parent / "fixtures" / "backends"
+FORMATS = Path(__file__).parent / "fixtures" / "formats"
 
 
 @pytest.mark.parametrize("kind", PARAMS)
@@ -29,3 +32,14 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(kind: str, tmp_path: Path) -
         return
     for name, expected in load_file(FOLDER / kind / "after.safetensors").items():
         torch.testing.assert_close(weights(engine)[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_checkpoints_of_each_format_and_of_two_ranks_go_on(tmp_path: Path) -> None:
+    """Losses of the two steps after the checkpoint: the second one depends on the optimizer's restored state."""
+    expected = json.loads((FORMATS / "losses.json").read_text(encoding="utf-8"))
+    saved = tmp_path / "saved"
+    shutil.copytree(FORMATS, saved)
+    rows = [row for row in record_all(list(expected), tmp_path / "runs", saved=saved) if row["rank"] == 0]
+    assert len(rows) == 11
+    found = {row["run"]: row.get("losses", row.get("error")) for row in rows}
+    assert found == {name: pytest.approx(losses, rel=1e-3) for name, losses in expected.items()}

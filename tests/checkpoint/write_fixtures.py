@@ -1,7 +1,9 @@
 """Writes the checkpoints of `fixtures/backends`: `python tests/checkpoint/write_fixtures.py FOLDER`.
 
 Each backend trains two steps and saves; `after.safetensors` holds the weights after the third step. The committed ones
-were written by version 0.1.0 (commit c5e0946), whose checkpoints every later version loads.
+were written by version 0.1.0 (commit c5e0946), whose checkpoints every later version loads. `fixtures/formats` are
+checkpoints of commit d9a7d06, and the losses of the two steps after each. They were written by
+`python tests/helpers/recorded_runs.py --save FOLDER --out ROWS`.
 """
 
 from __future__ import annotations

@@ -245,7 +245,9 @@ class Materialiser:
         if slot is None and unit.is_block:
             self._replay_slot.invalidate()
         fold = pending > 0 and (id(unit) in self._folding or not unit.is_block)
-        is_only_reader = index is not None and (self.in_one_launch or last)
+        # A pass that runs alone starts from the rounded weights that the passes of the first direction start from.
+        is_alone = index is not None and index > 1 and self._as_stored and pending > 0 and not fold
+        is_only_reader = index is not None and (self.in_one_launch or last) and not is_alone
         low = self.runtime.acquire_low(unit) if fold and unit.low_nbytes else None
         target = None
         if fold or (pending and not is_only_reader):
@@ -258,6 +260,10 @@ class Materialiser:
                 target = self._replay_slot.buffer
         planes = self._cached.planes(unit, source, low)
         stored = None if target is None else self._cached.planes(unit, target, low)
+        if is_alone:
+            assert stored is not None
+            self._apply(unit, planes, stored=stored, index=0, pending=pending)
+            planes, stored, pending = stored, None, 0
         with interrupts.deferred() if fold else nullcontext():  # see [Note: whole steps]
             self._apply(unit, planes, stored=stored, outs=outs, pair=pair, index=index, pending=pending, fold=fold)
             if fold:
