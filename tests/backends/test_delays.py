@@ -136,10 +136,11 @@ def test_random_delays_change_nothing(name: str, num_steps: int, width: int, mon
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BRIEFLY)
 def test_delays_show_a_missing_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams do not wait for uploads and downloads of blocks, which come later than a slow host launches a block."""
+    """Streams do not wait for uploads and downloads of blocks, which come later than a slow host launches a block. A
+    recomputed block that differs from its forward is a ValueError."""
     expected = RUNS[name](False, 10, WIDTH)
     late = ("uploads", "low planes", "downloads")
     delay_streams(monkeypatch, lambda what: torch.cuda._sleep(40_000_000) if what in late else None)
     monkeypatch.setattr(Runtime, "_wait", staticmethod(lambda stream, event: None))
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ValueError)):
         assert_same_weights(RUNS[name](True, 10, WIDTH), expected)

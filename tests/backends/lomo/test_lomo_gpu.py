@@ -189,15 +189,17 @@ def test_streamed_peak_is_slots_edges_and_one_gradient(dtype: str | None) -> Non
 @pytest.mark.parametrize("stream", [None, {}], ids=["resident", "streamed"])
 def test_nothing_waits_on_the_host(stream: dict[str, Any] | None) -> None:
     with zo_engine(copy.deepcopy(large_model()), config_of(stream, dtype="bf16")) as engine:
-        one_step(engine, plain_batch(0))
-        batch = on_device(engine, plain_batch(1))
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            engine.backward(engine(**batch))
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        engine.step()
+        for step in range(3):  # whose outputs of blocks are compared at once
+            one_step(engine, plain_batch(step))
+        batch = on_device(engine, plain_batch(3))
+        for _ in range(16):  # one of them compares outputs, and a later one reads the result
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                engine.backward(engine(**batch))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            engine.step()
 
 
 @pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
