@@ -1,27 +1,62 @@
-"""Draws the package's folders from their imports: `python launch/structure.py [--write FILE] [--numbers FOLDER]`.
+"""Draws the package's folders from their imports, and counts their lines of code.
 
-Without options it prints a Mermaid diagram of the folders of ds_zo. `--write` puts the diagram between the markers of a
-Markdown file. `--numbers` prints files, lines, import levels and imports of one folder, file by file and folder by
-folder.
+python launch/structure.py                        a Mermaid diagram of the folders of ds_zo
+python launch/structure.py --write FILE           the diagram between the markers of a Markdown file
+python launch/structure.py --numbers FOLDER       files, lines, import levels and imports of one folder
+python launch/structure.py --budget               lines of code beside the limits of tests/budget.txt
+
+A line of code holds a token that is no comment, and is no part of a docstring or an import.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import io
 import re
+import sys
+import tokenize
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
 BEGIN = "<!-- structure: written by `python launch/structure.py --write`, not by hand -->"
 END = "<!-- end of structure -->"
-PACKAGE = Path(__file__).resolve().parent.parent / "ds_zo"
+REPO = Path(__file__).resolve().parent.parent
+PACKAGE = REPO / "ds_zo"
+BUDGET = REPO / "tests" / "budget.txt"
 _SPLIT = ("backends", "engines")
 """Folders whose subfolders are boxes of their own."""
 
 Graph = dict[str, set[str]]
 """For each box, the boxes that it imports."""
+
+_NOT_CODE = {
+    tokenize.COMMENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+    tokenize.INDENT,
+    tokenize.NEWLINE,
+    tokenize.NL,
+}
+
+
+def code_lines(text: str) -> int:
+    """Lines of code in a source file: without docstrings, blank lines, comments and imports."""
+    left_out: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)) or (isinstance(node, ast.Expr) and _is_string(node.value)):
+            left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NOT_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - left_out)
+
+
+def _is_string(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 class Module:
@@ -33,7 +68,7 @@ class Module:
         self.name = ".".join(parts)
         self.is_package = relative.name == "__init__"
         text = path.read_text(encoding="utf-8")
-        self.num_lines = len(text.splitlines())
+        self.num_lines = code_lines(text)
         self.imported: list[tuple[str, str | None]] = []
         """Module and, for `from module import name`, the name. Imports for type checkers alone are left out."""
         tree = ast.parse(text)
@@ -144,7 +179,7 @@ def numbers(folder: Path) -> str:
         rest = module.name.removeprefix(f"{prefix}.").split(".")
         return rest[0] if module in inside and len(rest) > 1 else None
 
-    lines = [f"{folder}: {len(inside)} files, {sum(m.num_lines for m in inside):,} lines"]
+    lines = [f"{folder}: {len(inside)} files, {sum(m.num_lines for m in inside):,} lines of code"]
     kinds: Iterable[tuple[str, Callable[[Module], str | None]]] = (
         ("files", lambda module: module.name if module in inside else None),
         ("folders", subfolder),
@@ -155,6 +190,21 @@ def numbers(folder: Path) -> str:
             arrows = sum(map(len, found.values()))
             lines.append(f"  {len(found)} {kind} on {1 + max(levels(found).values())} import levels, {arrows} imports")
     return "\n".join(lines)
+
+
+def over_budget(budget: Path = BUDGET, repo: Path = REPO) -> tuple[str, list[str]]:
+    """A table of folders with their lines of code and their limits, and the folders above their limit."""
+    lines, over = [], []
+    for line in budget.read_text(encoding="utf-8").splitlines():
+        if not line or line.startswith("#"):
+            continue
+        limit, *folders = line.split()
+        files = [path for folder in folders for path in (repo / folder).rglob("*.py")]
+        found = sum(code_lines(path.read_text(encoding="utf-8")) for path in files)
+        lines.append(f"{found:7,} of {int(limit):7,}  {' + '.join(folders)}")
+        if found > int(limit):
+            over.append(f"{' + '.join(folders)}: {found:,} lines of code, at most {int(limit):,}")
+    return "\n".join(lines), over
 
 
 def write(path: Path) -> None:
@@ -175,7 +225,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The folders of ds_zo and their imports.")
     parser.add_argument("--write", type=Path, metavar="FILE", help="replace the diagram between FILE's markers")
     parser.add_argument("--numbers", type=Path, metavar="FOLDER", help="print size and imports of one folder instead")
+    parser.add_argument("--budget", action="store_true", help="print lines of code beside their limits instead")
     args = parser.parse_args()
+    if args.budget:
+        counted, over = over_budget()
+        print(counted)
+        sys.exit("\n".join(over) or None)
     if args.write is not None:
         write(args.write)
     else:
