@@ -225,13 +225,15 @@ RECIPES = (
         1024,
         "lsp",
         (
-            Measured("h200_lsp.jsonl", "20261115T150212Z", "capped/7b/4/lsp-512"),
-            Measured(_LLAMA_7B, _LLAMA_RUN, "lsp", "`projector` learned, `gradient_clipping` 0"),
+            Measured("lean/held-7b-24gb/rows.jsonl", "20261118T195231Z", "lsp", "`gradient_clipping` 0"),
+            Measured(
+                "h200_lsp.jsonl", "20261115T150212Z", "capped/7b/4/lsp-512", "`projector` random, `edge` lsp"
+            ),
             Measured(
                 "h200_lsp.jsonl",
                 "20261115T150212Z",
                 "capped/7b/4/lsp-512-streamed",
-                "with `offload_param` and `device_memory_gb` 8",
+                "`projector` random, `edge` lsp, with `offload_param` and `device_memory_gb` 8",
             ),
         ),
         options=f"{_TEXT_OPTIONS} --gradient-checkpointing",

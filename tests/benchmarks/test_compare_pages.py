@@ -39,7 +39,7 @@ def test_a_head_to_head_in_the_least_memory_has_settings_and_spread(results: Pat
 def test_the_command_has_the_settings_of_the_rows() -> None:
     (row,) = (r for r in sources.read_rows("lean/held-7b-24gb/rows.jsonl") if r["case"] == "zero2-offload-bf16")
     command = (
-        "python launch/compare.py --model random:llama-7b --batch 4 --steps 6 --warmup 2 --max-s 45.0 --contenders"
+        "python launch/compare.py --model random:llama-7b --batch 4 --steps 10 --warmup 2 --max-s 30.0 --contenders"
     )
     limits = "--device-memory-gb 24 --start-uncapped --no-profile"
     made = compare_pages.compare_command([row], "runs/a")
