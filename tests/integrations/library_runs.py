@@ -154,10 +154,10 @@ def loop(accelerator: Accelerator, model: Any, optimizer: Any, data: Any, schedu
     return losses
 
 
-def arguments(folder: Path, config: dict[str, Any], **changes: Any) -> TrainingArguments:
+def arguments(folder: Path, config: dict[str, Any] | None, **changes: Any) -> TrainingArguments:
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": MICRO_BATCH,
-        "gradient_accumulation_steps": config["gradient_accumulation_steps"],
+        "gradient_accumulation_steps": config["gradient_accumulation_steps"] if config else 1,
         "logging_steps": 1,
         "report_to": [],
         "lr_scheduler_type": "constant",
@@ -168,7 +168,7 @@ def arguments(folder: Path, config: dict[str, Any], **changes: Any) -> TrainingA
     }
     if "train_sampling_strategy" in TrainingArguments.__dataclass_fields__:  # transformers 4 shuffles by its seed alone
         defaults["train_sampling_strategy"] = "sequential"
-    params = config.get("optimizer", {}).get("params", {})
+    params = (config or {}).get("optimizer", {}).get("params", {})
     if isinstance(params.get("lr"), float):
         defaults["learning_rate"] = params["lr"]
     return TrainingArguments(output_dir=str(folder), deepspeed=config, **{**defaults, **changes})
