@@ -664,6 +664,6 @@ def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     examples = re.findall(r"^    (?:ds-zo train|deepspeed --module ds_zo.training)(.*)$", capsys.readouterr().out, re.M)
-    assert len(examples) == 5
+    assert len(examples) == 6
     for words in examples:
         assert parse_args(shlex.split(words)).task in TASKS

@@ -111,8 +111,7 @@ class Materialiser:
         return 0 if self.placement.decodes_frozen else self._pair_at
 
     def is_in_shared_buffer(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage is the scratch or a slot, which other units will overwrite, or a kept copy,
-        which the caller must not change."""
+        """Whether the tensor's storage is the scratch, a slot or a kept copy, which the caller must not change."""
         if tensor.layout is not torch.strided:
             return False
         address = tensor.untyped_storage().data_ptr()
@@ -166,8 +165,7 @@ class Materialiser:
         self.runtime.start(self.placement.blocks, downloads=folding, lows=[*folding, *fold_next], collective=collective)
 
     def _abandon_active(self) -> None:
-        """Gives up the unit of a pass that was interrupted. Its slot may be filled again after the kernels already
-        issued for it."""
+        """Gives up the unit of an interrupted pass. Its slot may be filled again after the kernels issued for it."""
         if self._slot is not None:
             self.runtime.abandon(self._slot)
         self._active = self._slot = None
@@ -393,8 +391,6 @@ class Materialiser:
                 unit.bind_stored()
         finally:
             self._folding = before
-
-    # The op
 
     def _apply(
         self,
