@@ -25,6 +25,10 @@ from pathlib import Path
 WIDTHS_PX = (390, 1280)
 LEAST_SHARE = 0.6
 """Width of a picture on the page as a share of its own width. Its letters are too small to read below that."""
+_REDIRECT = 'http-equiv="refresh"'
+"""Pages of old addresses have it. They lead to other pages."""
+_OFFLINE = "--disable-background-networking --disable-component-update --disable-sync --disable-quic --no-first-run"
+"""Chromium waits for services that it cannot reach."""
 _DRIVER = """<!doctype html><title></title><body><script>
 const seen = [];
 const later = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
@@ -55,7 +59,8 @@ def browser() -> str | None:
 
 def measured(site: Path, chromium: str) -> list[dict[str, object]]:
     """What Chromium makes of each page at each width. The site is served on this machine while it looks."""
-    pages = sorted(str(path.relative_to(site)) for path in site.rglob("*.html") if path.name != "404.html")
+    written = (path for path in site.rglob("*.html") if path.name != "404.html")
+    pages = sorted(str(path.relative_to(site)) for path in written if _REDIRECT not in path.read_text(encoding="utf-8"))
     driver = _DRIVER.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS_PX))
 
     class Handler(SimpleHTTPRequestHandler):
@@ -75,7 +80,7 @@ def measured(site: Path, chromium: str) -> list[dict[str, object]]:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000", "--dump-dom"]
-        options += ["--virtual-time-budget=600000", f"--user-data-dir={profile}"]
+        options += [*_OFFLINE.split(), "--virtual-time-budget=600000", f"--user-data-dir={profile}"]
         address = f"http://127.0.0.1:{server.server_address[1]}/driver"
         done = subprocess.run([chromium, *options, address], capture_output=True, text=True, timeout=240)
     server.shutdown()
