@@ -137,7 +137,7 @@ def test_random_delays_change_nothing(name: str, num_steps: int, width: int, mon
 @pytest.mark.parametrize("name", BRIEFLY)
 def test_delays_show_a_missing_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streams do not wait for uploads and downloads of blocks, which come later than a slow host launches a block. A
-    recomputed block that differs from its forward is a ValueError."""
+    recomputed block, or a repeated pass of ZO, that differs from the first one is a ValueError."""
     expected = RUNS[name](False, 10, WIDTH)
     late = ("uploads", "low planes", "downloads")
     delay_streams(monkeypatch, lambda what: torch.cuda._sleep(40_000_000) if what in late else None)
