@@ -36,7 +36,7 @@ say "building the sdist, and the wheel from it"
 mkdir "$work/source" "$work/empty"
 git ls-files --cached --others --exclude-standard -z | tar --create --file - --null --files-from - | tar --extract --file - -C "$work/source"
 "$python" -m venv "$work/tools"
-"$work/tools/bin/pip" install --quiet --no-compile --constraint constraints.txt build mypy
+"$work/tools/bin/pip" install --quiet --no-compile --constraint constraints.txt build mypy pydantic
 "$work/tools/bin/python" -m build --outdir "$work/dist" "$work/source" >"$work/build.log" 2>&1 ||
     { tail -n 20 "$work/build.log"; fail "the build failed: see the lines above"; }
 [ "$(cd "$work/dist" && echo *)" = "ds_zo-$version-py3-none-any.whl ds_zo-$version.tar.gz" ] ||

@@ -76,11 +76,7 @@ def _train(
         port = str(probe.getsockname()[1])
     variables = {"MASTER_PORT": port, **client.environment}
     words = " ".join(filter(None, [client.commands[task], client.resume if resume else "", client.cpu_only]))
-    if resume:  # the two ways to load the plugin
-        variables["DS_ZO_AUTOLOAD"] = "1"
-    else:
-        words = WITH_PLUGIN + words
-    printed = environment.run(words, cwd=folder, variables=variables)
+    printed = environment.run(WITH_PLUGIN + words, cwd=folder, variables=variables)
     if f"ds_zo: backend {backend} on cpu" not in printed:
         raise ClientFault(f"the log does not say `ds_zo: backend {backend}`: another engine trained")
     state = json.loads((folder / "out" / _LAST / "trainer_state.json").read_text(encoding="utf-8"))
