@@ -35,7 +35,7 @@ class Range:
 
     def contains(self, version: str) -> bool:
         """Whether a version is inside, by PEP 440: pre-releases of `first` and of `end` are not."""
-        from packaging.specifiers import SpecifierSet  # here: launch/versions.py reads this file without packages
+        from packaging.specifiers import SpecifierSet  # here: tools/versions.py reads this file without packages
 
         return SpecifierSet(str(self)).contains(version, prereleases=True)
 

@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it: one local environment, made once, renewed when its description changes.
+# Sourced by the scripts of launch/ and tools/: one local environment, made once, renewed when its description changes.
 
 repo="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 venv="$repo/.venv"

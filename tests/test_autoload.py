@@ -1,7 +1,7 @@
 """`DS_ZO_AUTOLOAD=1` and `ds-zo run`: ds_zo is imported after DeepSpeed, and by no process without DeepSpeed.
 
 Tests of the mechanism have packages of one line in place of DeepSpeed and ds_zo, whose import takes seconds.
-`tests/distributed/test_launchers.py` trains with the real ones; `launch/check_autoload.py` installs by pip.
+`tests/distributed/test_launchers.py` trains with the real ones; `tools/check_autoload.py` installs by pip.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from ds_zo.bench.compare import main as compare
 from ds_zo.records.rows import Row
 
 REPO = Path(__file__).parents[1]
-sys.path.insert(0, str(REPO / "launch"))
+sys.path[:0] = [str(REPO / "launch"), str(REPO / "tools")]
 import draw_docs  # noqa: E402
 import sweep  # noqa: E402
 
@@ -115,7 +115,7 @@ def test_a_picture_is_current_and_legible_on_a_phone(name: str) -> None:
     file = DOCS / "pictures" / f"{name}.svg"
     kept = file.read_text(encoding="utf-8")
     drawn = draw_docs.draw(name)
-    again = f"run: python launch/draw_docs.py {name}"
+    again = f"run: python tools/draw_docs.py {name}"
     assert words(drawn) == words(kept), again
     if creator(drawn) == creator(kept):  # another CPU may round a coordinate differently
         assert numbers(drawn) == pytest.approx(numbers(kept), abs=0.02), again

@@ -1,6 +1,6 @@
 """The notebooks, the Dockerfile and the citation, as far as they can be checked without running a notebook or Docker.
 
-`launch/notebooks.sh` runs the notebooks, after the tests.
+`tools/notebooks.sh` runs the notebooks, after the tests.
 """
 
 from __future__ import annotations
@@ -45,12 +45,11 @@ def test_a_notebook_is_stored_without_outputs_and_compiles(path: Path) -> None:
 
 
 def test_ci_runs_the_notebooks_after_the_tests() -> None:
-    scripts = re.findall(
-        r'^bash "\$launch/(\w+)\.sh"', (REPO / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert "notebooks" in scripts and scripts.index("test") < scripts.index("notebooks")
+    scripts = re.findall(r"^bash (\S+\.sh)", (REPO / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    assert scripts.index("launch/test.sh") < scripts.index("tools/notebooks.sh")
+    assert all((REPO / script).is_file() for script in scripts)
     assert len(NOTEBOOKS) == 3
-    subprocess.run(["bash", "-n", str(REPO / "launch" / "notebooks.sh")], check=True)
+    subprocess.run(["bash", "-n", str(REPO / "tools" / "notebooks.sh")], check=True)
 
 
 # The citation

@@ -36,7 +36,7 @@ def pins() -> list[Requirement]:
 
 
 def in_lib_sh(commands: str, *, repo: Path = REPO, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs `commands` with launch/lib.sh sourced, as the scripts beside it do."""
+    """Runs `commands` with launch/lib.sh sourced, as the scripts do."""
     script = f'set -euo pipefail\nsource "{repo}/launch/lib.sh"\n{commands}'
     return subprocess.run(
         ["bash", "-c", script], env={**os.environ, **env}, capture_output=True, text=True, timeout=120, check=False
@@ -143,7 +143,7 @@ def test_the_sdist_makes_the_same_wheel(source: Path, wheel: zipfile.ZipFile, tm
 
 
 def test_the_typed_file_has_every_public_name() -> None:
-    """launch/wheel.sh checks the file's types."""
+    """tools/wheel.sh checks the file's types."""
     import ds_zo
 
     text = (REPO / "tests" / "typed_user.py").read_text(encoding="utf-8")
@@ -164,7 +164,8 @@ def test_tag_and_citation_have_the_version(tmp_path: Path, tag: str, cited: str,
 
     version = ds_zo.__version__
     repo = clone_scripts(tmp_path / "clone")
-    shutil.copy(REPO / "launch" / "wheel.sh", repo / "launch")
+    (repo / "tools").mkdir()
+    shutil.copy(REPO / "tools" / "wheel.sh", repo / "tools")
     (repo / "ds_zo").mkdir()
     shutil.copy(REPO / "ds_zo" / "__init__.py", repo / "ds_zo")
     (repo / "CITATION.cff").write_text(f"version: {cited or version}\n", encoding="utf-8")
@@ -176,7 +177,7 @@ def test_tag_and_citation_have_the_version(tmp_path: Path, tag: str, cited: str,
         *([["tag", tag.format(version)]] * bool(tag)),
     ):
         subprocess.run([*git, *words], check=True, timeout=60)
-    command = ["bash", str(repo / "launch" / "wheel.sh"), "--versions"]
+    command = ["bash", str(repo / "tools" / "wheel.sh"), "--versions"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert message.format(version) in done.stdout + done.stderr
     assert (done.returncode == 0) == message.startswith("==>"), done.stderr

@@ -208,12 +208,12 @@ RUN_BY = {
     "python launch/compare.py --model random:llama-tiny": "tests/bench/test_compare.py",
     "python launch/compare.py --headline": "tests/bench/test_headline.py",
     "python -m benchmarks.pages": "tests/test_docs_figures.py",
-    "python launch/draw_docs.py": "tests/test_docs_figures.py",
+    "python tools/draw_docs.py": "tests/test_docs_figures.py",
     "ds-zo train": "tests/launch/test_train.py",
     "ds-zo export": "tests/test_readme.py",
     "ds-zo replay": "tests/test_readme.py",
     "ds-zo plan": "tests/test_readme.py",
-    "ds-zo run -- accelerate launch": "launch/check_autoload.py",
+    "ds-zo run -- accelerate launch": "tools/check_autoload.py",
     "ds-zo run --check": "tests/test_autoload.py",
     "ds-zo autoload status": "tests/test_autoload.py",
     "ds-zo convert": "tests/test_readme.py",
@@ -259,7 +259,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
 def test_a_test_runs_the_command(line: str) -> None:
     by = [file for start, file in RUN_BY.items() if line.startswith(start)]
     assert by, f"{line!r} is neither run nor marked"
-    script = next((word for word in line.split() if re.fullmatch(r"launch/[\w/]+\.py", word)), "")
+    script = next((word for word in line.split() if re.fullmatch(r"(?:launch|tools)/[\w/]+\.py", word)), "")
     assert Path(script).stem in (REPO / by[0]).read_text(encoding="utf-8")
 
 
@@ -428,7 +428,7 @@ def test_links_and_paths_lead_somewhere(page: Path) -> None:
         target = page.parent / file if file else page
         assert target.exists(), file
         assert not anchor or anchor in anchors_of(target), f"{file}#{anchor}"
-    paths = re.findall(r"`((?:ds_zo|ds_configs|launch|tests)/[\w./-]+)`", text)
+    paths = re.findall(r"`((?:ds_zo|ds_configs|launch|tests|tools)/[\w./-]+)`", text)
     assert [path for path in paths if not (REPO / path).exists()] == []
 
 

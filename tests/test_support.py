@@ -25,7 +25,7 @@ def test_a_status_needs_a_row_that_says_so() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("DS_ZO_RANDOM_TIMES" not in os.environ, reason="a minute of training: launch/random.sh runs it")
+@pytest.mark.skipif("DS_ZO_RANDOM_TIMES" not in os.environ, reason="a minute of training: tools/random.sh runs it")
 def test_every_cell_gives_the_outcome_of_its_row() -> None:
     rows = read_rows()["cpu"]
     assert list(rows) and set(rows) == set(CELLS)

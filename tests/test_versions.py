@@ -77,11 +77,11 @@ def test_features_that_deepspeed_removed_are_refused(key: str, monkeypatch: pyte
 
 def test_the_page_shows_the_rows_and_the_ranges() -> None:
     script = _script()
-    assert script.tables(script.read_rows()) in script.PAGE.read_text(), "run: bash launch/versions.sh --render"
+    assert script.tables(script.read_rows()) in script.PAGE.read_text(), "run: bash tools/versions.sh --render"
 
 
 def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("launch_versions", REPO / "launch" / "versions.py")
+    spec = importlib.util.spec_from_file_location("tools_versions", REPO / "tools" / "versions.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""A user's file with every public name of ds_zo. launch/wheel.sh checks it by `mypy --strict` against the wheel."""
+"""A user's file with every public name of ds_zo. tools/wheel.sh checks it by `mypy --strict` against the wheel."""
 
 from __future__ import annotations
 

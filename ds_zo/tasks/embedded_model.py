@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FOLDER = Path(__file__).parent / "embedded"
-"""The model's folder, for `from_pretrained`. launch/pretrain_embedded.py makes it; its README.md names the data."""
+"""The model's folder, for `from_pretrained`. tools/pretrain_embedded.py makes it; its README.md names the data."""
 
 
 def folder_of(name: str) -> str:

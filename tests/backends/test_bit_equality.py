@@ -2,7 +2,7 @@
 
 docs/exactness.md states which runs are equal.
 
-`launch/variants.sh` runs this file under each vector width of an x86-64 CPU too.
+`tools/variants.sh` runs this file under each vector width of an x86-64 CPU too.
 """
 
 from __future__ import annotations

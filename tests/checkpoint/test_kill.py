@@ -1,6 +1,6 @@
 """kill -9 at random moments of a run that saves all the time: it always resumes, from something whole.
 
-Children are forked from this process, which has everything imported. The suite kills each case once, launch/random.sh
+Children are forked from this process, which has everything imported. The suite kills each case once, tools/random.sh
 four times. `DS_ZO_NUM_KILLS=200` asks for more.
 """
 

@@ -1,6 +1,6 @@
 """A pytest plugin: DeepSpeed does not compile its shared-memory collectives, which takes minutes in a new environment.
 
-One rank needs no collectives. `launch/versions.sh` loads the plugin.
+One rank needs no collectives. `tools/versions.sh` loads the plugin.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ python tests/helpers/recorded_runs.py --out FILE [--only REGEX] [--save FOLDER] 
 
 Each run trains three steps, saves, and goes on for two steps. Then it loads what it saved into another engine, and
 makes these two steps again. With `--load` it makes these two steps alone, from the checkpoint that FOLDER has of it.
-FILE gets a line of JSON for each rank of a run: its losses and the sums of its weights. `launch/same_bits.py` compares
+FILE gets a line of JSON for each rank of a run: its losses and the sums of its weights. `tools/same_bits.py` compares
 two checkouts by these lines. This file imports no other helper: it also runs with a checkout whose helpers differ.
 """
 

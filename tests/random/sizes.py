@@ -1,7 +1,7 @@
 """How many random cases a test tries, and from which seed on.
 
-DS_ZO_RANDOM_TIMES=50 tries fifty times as many as `launch/random.sh` does by itself, DS_ZO_RANDOM_SEED=1000 others. The
-suite tries fewer, as `.ci/run` runs `launch/random.sh` too. A failure tells the seed of its case: that seed, with one
+DS_ZO_RANDOM_TIMES=50 tries fifty times as many as `tools/random.sh` does by itself, DS_ZO_RANDOM_SEED=1000 others. The
+suite tries fewer, as `.ci/run` runs `tools/random.sh` too. A failure tells the seed of its case: that seed, with one
 case, repeats it.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 REPO = Path(__file__).parents[2]
-_found = importlib.util.spec_from_file_location("docs_hooks", REPO / "launch" / "docs_hooks.py")
+_found = importlib.util.spec_from_file_location("docs_hooks", REPO / "tools" / "docs_hooks.py")
 assert _found is not None and _found.loader is not None
 hooks = importlib.util.module_from_spec(_found)
 _found.loader.exec_module(hooks)

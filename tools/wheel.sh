@@ -2,10 +2,10 @@
 # Builds the sdist, and the wheel from the sdist, then tries the wheel in a new environment: `ds-zo train` does the
 # embedded job, two ranks train, a user's file passes `mypy --strict`, and `pip uninstall` leaves no file behind.
 # The two files are then in dist/. The environments are made in a temporary folder, and removed.
-#   bash launch/wheel.sh              all of that
-#   bash launch/wheel.sh --versions   only: the version, CITATION.cff, and a tag of this commit agree
+#   bash tools/wheel.sh              all of that
+#   bash tools/wheel.sh --versions   only: the version, CITATION.cff, and a tag of this commit agree
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../launch/lib.sh"
 cd "$repo"
 
 version="$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' ds_zo/__init__.py)"

@@ -1,9 +1,9 @@
 """Draws the package's folders from their imports, and counts their lines of code.
 
-python launch/structure.py                        a Mermaid diagram of the folders of ds_zo
-python launch/structure.py --write FILE           the diagram between the markers of a Markdown file
-python launch/structure.py --numbers FOLDER       files, lines, import levels and imports of one folder
-python launch/structure.py --budget               lines of code beside the limits of tests/budget.txt
+python tools/structure.py                        a Mermaid diagram of the folders of ds_zo
+python tools/structure.py --write FILE           the diagram between the markers of a Markdown file
+python tools/structure.py --numbers FOLDER       files, lines, import levels and imports of one folder
+python tools/structure.py --budget               lines of code beside the limits of tests/budget.txt
 
 A line of code holds a token that is no comment, and is no part of a docstring or an import.
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-BEGIN = "<!-- structure: written by `python launch/structure.py --write`, not by hand -->"
+BEGIN = "<!-- structure: written by `python tools/structure.py --write`, not by hand -->"
 END = "<!-- end of structure -->"
 REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "ds_zo"

@@ -1,6 +1,6 @@
 """Opens every page of the built site in Chromium at the width of a phone and of a desktop.
 
-    python launch/look_at_pages.py runs/site
+    python tools/look_at_pages.py runs/site
 
 Fails if a page scrolls sideways, if a picture does not load, or if it is shown smaller than LEAST_SHARE of its size.
 Wide tables, code and plots scroll inside the page. Without Chromium (on the PATH, or named by DS_ZO_CHROMIUM) it says

@@ -1,6 +1,6 @@
 """Follows the Dockerfile without Docker: its COPY, pip and ds-zo lines, in a new folder and environment. Minutes.
 
-    python launch/check_dockerfile.py
+    python tools/check_dockerfile.py
 
 COPY takes the files that .dockerignore lets through. `pip` and `python3` are those of a new environment, made with the
 Python that executes this script. Lines that need root or CUDA (FROM, apt-get, mkdir in the root) are shown and left

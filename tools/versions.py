@@ -1,8 +1,8 @@
 """Runs the smoke suite with other versions of DeepSpeed, transformers, accelerate, peft, torch and Python.
 
-    bash launch/versions.sh                  # every corner of launch/corners.txt without a result of this commit
-    bash launch/versions.sh --only oldest    # one corner, again
-    bash launch/versions.sh --render         # writes docs/support.md from the rows, runs nothing
+    bash tools/versions.sh                  # every corner of tools/corners.txt without a result of this commit
+    bash tools/versions.sh --only oldest    # one corner, again
+    bash tools/versions.sh --render         # writes docs/support.md from the rows, runs nothing
 
 Each corner has an environment of its own, which a later run uses again. An interrupted run goes on where it ended. Rows
 are in benchmarks/results/cpu_versions.jsonl. It needs the standard library alone.
@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
-CORNERS = REPO / "launch" / "corners.txt"
+CORNERS = REPO / "tools" / "corners.txt"
 ROWS = REPO / "benchmarks" / "results" / "cpu_versions.jsonl"
 PAGE = REPO / "docs" / "support.md"
-BEGIN, END = "<!-- versions: written by `bash launch/versions.sh`, not by hand -->", "<!-- end of versions -->"
+BEGIN, END = "<!-- versions: written by `bash tools/versions.sh`, not by hand -->", "<!-- end of versions -->"
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "peft")
 SMOKE_PACKAGES = ("datasets", "greenlet", "numpy", "pydantic", "pytest", "safetensors", "tqdm")
 Corner = dict[str, str]
@@ -178,9 +178,9 @@ def say(text: str) -> None:
 def main() -> None:
     corners = read_corners()
     parser = argparse.ArgumentParser(
-        prog="bash launch/versions.sh",
-        description="Runs tests/smoke.txt with the versions of launch/corners.txt, and writes docs/support.md.",
-        epilog="example: bash launch/versions.sh --only oldest",
+        prog="bash tools/versions.sh",
+        description="Runs tests/smoke.txt with the versions of tools/corners.txt, and writes docs/support.md.",
+        epilog="example: bash tools/versions.sh --only oldest",
     )
     parser.add_argument("--only", metavar="CORNER", nargs="+", choices=corners, help=f"run these: {', '.join(corners)}")
     default = REPO / "runs" / "versions"

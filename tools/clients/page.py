@@ -15,10 +15,10 @@ ROWS = REPO / "benchmarks" / "results" / "cpu_clients.jsonl"
 PAGE = REPO / "docs" / "integrations.md"
 STAGES = ("train", "resume", "export", "evaluate")
 
-BEGIN, END = "<!-- clients: written by `bash launch/clients.sh --page`, not by hand -->", "<!-- end of clients -->"
+BEGIN, END = "<!-- clients: written by `bash tools/clients.sh --page`, not by hand -->", "<!-- end of clients -->"
 
 HEAD = f"""\
-`bash launch/clients.sh` installs each program from its pinned release into an environment of its own. It runs the
+`bash tools/clients.sh` installs each program from its pinned release into an environment of its own. It runs the
 program unmodified on the CPU, with a tiny LLaMA in float32.
 
 - **train**: {NUM_STEPS} steps. The start-up table of ds_zo is in the log, every loss is finite, and the weights change.

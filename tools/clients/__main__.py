@@ -1,4 +1,4 @@
-"""Runs clients: `bash launch/clients.sh --help`."""
+"""Runs clients: `bash tools/clients.sh --help`."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def _commit() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="bash launch/clients.sh",
+        prog="bash tools/clients.sh",
         description="Trains, resumes and exports with programs of other projects and the JSONs of ds_zo, on the CPU.",
-        epilog="example: bash launch/clients.sh trl llamafactory",
+        epilog="example: bash tools/clients.sh trl llamafactory",
     )
     parser.add_argument("clients", nargs="*", metavar="CLIENT", help=f"of {', '.join(CLIENTS)} (default: all)")
     parser.add_argument("--folder", type=Path, default=REPO / "runs" / "clients", help="environments and runs go here")

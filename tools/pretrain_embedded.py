@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Pretrain the small decoder that ships in ds_zo/tasks/embedded, from the text every Python carries.
 
-    python launch/pretrain_embedded.py --output ds_zo/tasks/embedded
+    python tools/pretrain_embedded.py --output ds_zo/tasks/embedded
 
 Everything is seeded; the result depends on the Python version only through the text of its standard library. Takes
 about ten minutes on two CPU cores. The folder's README.md is rewritten with the measured bits per byte.
@@ -36,7 +36,7 @@ installation carries: standard-library sources, their docstrings once more on th
 module in six is held out (`ds_zo.tasks.stdlib_text.is_held_out`); the embedded task is built from those modules only.
 No other text and no labelled examples were used.
 
-    python launch/pretrain_embedded.py --output ds_zo/tasks/embedded \\
+    python tools/pretrain_embedded.py --output ds_zo/tasks/embedded \\
         --steps {steps} --batch-size {batch_size} --length {length} --lr {lr} --seed {seed}
 
 | | |

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import REPO
 
-sys.path.insert(0, str(REPO / "launch"))
+sys.path.insert(0, str(REPO / "tools"))
 import structure
 
 PAGE = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -26,7 +26,7 @@ def drawn() -> str:
 
 def test_the_diagram_is_current(drawn: str) -> None:
     written = PAGE.split(structure.BEGIN)[1].split(structure.END)[0].strip()
-    remedy = "run: python launch/structure.py --write CONTRIBUTING.md"
+    remedy = "run: python tools/structure.py --write CONTRIBUTING.md"
     without_sizes = [re.sub(r"(\d+ files, )?[\d,]+ lines", "", text) for text in (written, drawn)]
     assert without_sizes[0] == without_sizes[1], remedy
     before, now = ([int(n.replace(",", "")) for n in _LINES.findall(text)] for text in (written, drawn))

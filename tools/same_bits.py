@@ -1,9 +1,9 @@
 """Trains two checkouts on small runs of every backend, and compares losses and weights bit for bit.
 
 git archive OLD | tar -x -C runs/old
-python launch/same_bits.py --old runs/old                    # on the CPU: two minutes on two cores
-python launch/same_bits.py --old runs/old --device cuda      # with deterministic kernels
-python launch/same_bits.py --old runs/old --only 'lomo|lsp'  # some of the runs
+python tools/same_bits.py --old runs/old                    # on the CPU: two minutes on two cores
+python tools/same_bits.py --old runs/old --device cuda      # with deterministic kernels
+python tools/same_bits.py --old runs/old --only 'lomo|lsp'  # some of the runs
 
 The runs are those of tests/helpers/recorded_runs.py. The command fails if a run differs.
 """

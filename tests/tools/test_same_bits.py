@@ -6,7 +6,7 @@ import sys
 
 from conftest import REPO
 
-sys.path.insert(0, str(REPO / "launch"))
+sys.path.insert(0, str(REPO / "tools"))
 import same_bits
 
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Runs the notebooks on the CPU, as a reader would, and fails if one fails or takes too long. Writes nothing to them.
-#   bash launch/notebooks.sh                                   all of notebooks/
-#   bash launch/notebooks.sh notebooks/first_finetune.ipynb    this one
-#   NOTEBOOK_SECONDS=300 bash launch/notebooks.sh              with another limit
+#   bash tools/notebooks.sh                                   all of notebooks/
+#   bash tools/notebooks.sh notebooks/first_finetune.ipynb    this one
+#   NOTEBOOK_SECONDS=300 bash tools/notebooks.sh              with another limit
 # The limit is on the CPU seconds of a notebook's process, which a busy machine hardly lengthens.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../launch/lib.sh"
 
 export CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu HF_HUB_OFFLINE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # tiny models are slower with more

@@ -18,7 +18,7 @@ def try_evaluation(client: Client, environment: Environment, folder: Path, task:
     exported = folder.parents[1] / "trl" / f"sft_{backend}" / "first" / "exported"
     try:
         if not exported.exists():
-            raise ClientFault(f"no export of TRL with {backend}: run `bash launch/clients.sh trl` first")
+            raise ClientFault(f"no export of TRL with {backend}: run `bash tools/clients.sh trl` first")
         prepare(client, folder, backend)
         shutil.copytree(exported, folder / "exported")
         environment.run(f"{client.commands[task]} {client.cpu_only}", cwd=folder)

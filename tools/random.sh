@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Tests on generated models, scripts and files (tests/random): engines beside plain loops, checkpoints under attack;
 # also every cell of the support matrix (docs/support.md).
-#   bash launch/random.sh              more cases than launch/test.sh tries, from the same seeds on
-#   bash launch/random.sh 50 7000      fifty times as many, from seed 7000 on
+#   bash tools/random.sh              more cases than launch/test.sh tries, from the same seeds on
+#   bash tools/random.sh 50 7000      fifty times as many, from seed 7000 on
 # A failure prints the seed of its case. Needs the .venv of launch/test.sh.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../launch/lib.sh"
 
 enter_tests
 export DS_ZO_RANDOM_TIMES="${1:-1}" DS_ZO_NUM_KILLS="${DS_ZO_NUM_KILLS:-32}"

@@ -1,7 +1,7 @@
 """Draws the pictures of the pages in docs/ that explain the methods, as SVG files in docs/pictures.
 
-    python launch/draw_docs.py                 # all pictures
-    python launch/draw_docs.py streaming lsp   # some of them
+    python tools/draw_docs.py                 # all pictures
+    python tools/draw_docs.py streaming lsp   # some of them
 
 A picture is 5 inches wide with text of 11 points or more, which a phone shows at a legible size. Its background is
 white, so that it is legible on a dark page too.

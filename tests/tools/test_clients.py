@@ -1,4 +1,4 @@
-"""docs/integrations.md says what `launch/clients.sh` recorded. CI runs one client by `launch/clients.sh --ci`."""
+"""docs/integrations.md says what `tools/clients.sh` recorded. CI runs one client by `tools/clients.sh --ci`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import REPO
 
-sys.path.insert(0, str(REPO / "launch"))
+sys.path.insert(0, str(REPO / "tools"))
 from clients.__main__ import CLIENTS
 from clients.client import CONFIGS
 from clients.page import PAGE, ROWS, STAGES, page, read_rows

@@ -1,6 +1,6 @@
 """Installs ds-zo by pip into environments of its own, and runs scripts without `import ds_zo` there. Minutes.
 
-    python launch/check_autoload.py
+    python tools/check_autoload.py
 
 The environments borrow torch, DeepSpeed and the other libraries of the Python that executes this script. It checks:
 

@@ -2,7 +2,7 @@
 # Repeats the tests that depend on the CPU as other CPUs would run them (docs/exactness.md): without FP16 instructions,
 # and at each narrower vector width on x86-64. About two minutes. Needs the .venv of launch/test.sh.
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../launch/lib.sh"
 
 enter_tests
 
