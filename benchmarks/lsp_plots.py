@@ -3,7 +3,7 @@
     python -m benchmarks.lsp_plots breakdown rows.jsonl --run-id RUN --out parts.svg
     python -m benchmarks.lsp_plots bias rows.jsonl --nonzeros 4,16 --out bias.svg
 
-`breakdown` takes rows of `lsp_speed run` with the preset `issue` or `breakdown`, `bias` those of `lsp_studies`.
+`breakdown` takes rows of `lsp_speed run` with the preset `issue` or `breakdown`, `bias` those of h200_lsp_bias.jsonl.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def draw_bias(rows: Sequence[Row], *, nonzeros: Sequence[int] | None = None) -> 
     found = {key: row for key, row in bias_by_setting(rows).items() if nonzeros is None or key[2] in nonzeros}
     if not found:
         wanted = "" if nonzeros is None else f" with --nonzeros {','.join(map(str, nonzeros))}"
-        raise NoRowsError(f"no rows of the study of biases: run `python -m benchmarks.lsp_studies`{wanted} first")
+        raise NoRowsError(f"no rows of the study of biases{wanted}: see benchmarks/results/README.md")
     shapes, all_r = (sorted({key[at] for key in found}, key=_of_numbers) for at in (0, 2))
     figure, panels = _figure(1.0 + 3.4 * len(all_r), 1.1 + 2.1 * len(shapes), len(all_r), num_lines=len(shapes))
     places = [(shape, r) for shape in shapes for r in all_r]

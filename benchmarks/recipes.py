@@ -226,9 +226,7 @@ RECIPES = (
         "lsp",
         (
             Measured("lean/held-7b-24gb/rows.jsonl", "20261118T195231Z", "lsp", "`gradient_clipping` 0"),
-            Measured(
-                "h200_lsp.jsonl", "20261115T150212Z", "capped/7b/4/lsp-512", "`projector` random, `edge` lsp"
-            ),
+            Measured("h200_lsp.jsonl", "20261115T150212Z", "capped/7b/4/lsp-512", "`projector` random, `edge` lsp"),
             Measured(
                 "h200_lsp.jsonl",
                 "20261115T150212Z",

@@ -6,8 +6,7 @@ what its shapes cost.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,6 @@ from ds_zo.bench.runner import Case
 from ds_zo.planner.shapes import BLOOM, OPT
 
 CASE, MACHINE = "benchmarks.zo_case:run_case", "benchmarks.zo_case:run_machine"
-WARMUP = "benchmarks.zo_warmup:compile_kernels"
 CAP_GB = 24.0
 _STREAMED: Mapping[str, Any] = {"master": "wire", "resident_blocks": 0}
 _NBYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "bf12": 1 + 33 / 64, "fp8": 1}
@@ -28,16 +26,15 @@ _LINK, _NOISE, _PIN = 52e9, 250e9, 5e9
 beforehand; from walls of forked cases on an H200."""
 _SWEEPS = {"mezo": 3.0, "zo": 0.5}
 """What a step's noise takes, in passes over all parameters at that rate."""
-_START_S, _ENGINE_S, _LOOK_S, _MACHINE_S, _WARMUP_S, _TIMELINE_S = 2.0, 1.7, 1.0, 6.0, 25.0, 10.0
+_START_S, _ENGINE_S, _LOOK_S, _MACHINE_S, _TIMELINE_S = 2.0, 1.7, 1.0, 6.0, 10.0
 """CUDA's start and end, the first launches (imports are there before the fork, kernels compiled); what DeepSpeed takes
-to start; a case that finds too little memory; the rates; compiling; a recorded step."""
+to start; a case that finds too little memory; the rates; a recorded step."""
 _INTERVALS = ((1.5, 2), (1.0, 6), (0.0, 16))
 """About what is chosen where computing takes so many times as long as the link. A streamed case makes steps for a whole
 interval before it is timed."""
 _FIRST_FORWARDS = 5
 """The first step's: in lockstep, one pass after the other, three rehearsals."""
 _DEVICE_BYTES, _HOST_GB = 140e9, 133.0
-_TOY: Mapping[str, Any] = {"shape": "opt-tiny", "layers": 4, "length": 64, "warmup": 2, "steps": 6, "age": False}
 
 
 @dataclass(frozen=True)
@@ -238,9 +235,8 @@ _MACHINE_CASE = Case("machine", MACHINE, timeout_s=90, expected_s=_MACHINE_S)
 
 def tiny(case: Case, *, device: str) -> Case:
     """The same case in kind, on a model that a CPU trains in no time: a rehearsal."""
-    if case.target != CASE:  # of the other targets all but WARMUP need a GPU
-        params = {**case.params, "device": device} if case.target == WARMUP else case.params
-        return Case(case.name, case.target, params, timeout_s=case.timeout_s)
+    if case.target != CASE:  # needs a GPU
+        return case
     whole = ZOCase(**case.params)
     stream = {key: value for key, value in (whole.stream or {}).items() if key != "device_memory_gb"}
     if stream.get("resident_blocks"):
@@ -259,34 +255,6 @@ def tiny(case: Case, *, device: str) -> Case:
         device=device,
     )
     return small.to_run(case.name, CASE, timeout_s=case.timeout_s)
-
-
-def compiled_first(cases: Sequence[Case]) -> list[Case]:
-    """With a case before them that compiles their kernels."""
-    kinds = toy_kinds([ZOCase(**case.params) for case in cases if case.target == CASE])
-    warmup = Case("warmup", WARMUP, {"kinds": kinds}, timeout_s=120, expected_s=_WARMUP_S)
-    return [warmup, *cases] if kinds else [*cases]
-
-
-def toy_kinds(cases: Sequence[ZOCase]) -> list[dict[str, Any]]:
-    """A toy case for each kind of `cases` whose kernels differ: by the dtypes of model and store, by what stays on the
-    device, and by whether working copies are made in pairs, which an automatic interval decides."""
-    found: dict[str, dict[str, Any]] = {}
-    for case in cases:
-        if case.method != "zo":
-            continue
-        given = case.stream or {}
-        toy = {"method": "zo", "dtype": case.dtype, "resident": case.resident}
-        stream = {key: given[key] for key in ("master", "wire_dtype", "fuse_update") if key in given}
-        stream = {key: value for key, value in stream.items() if value != toy["dtype"]}
-        if not toy["resident"]:
-            stream["resident_blocks"] = min(1, given.get("resident_blocks") or 0)
-        chosen = toy["resident"] or not stream.get("fuse_update", True)
-        for interval in (None,) if chosen else (None, 3):
-            more = {} if interval is None else {"writeback_interval": interval}
-            kind = {**_TOY, **toy, "stream": {**stream, **more}}
-            found.setdefault(json.dumps(kind, sort_keys=True), kind)
-    return list(found.values())
 
 
 def _case(name: str, shape: str, method: str = "zo", **params: Any) -> Case:

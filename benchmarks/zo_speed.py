@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from benchmarks import presets
-from ds_zo.bench.runner import WARM, Case, is_named_like, prepare_to_fork, read_rows, run_cases, single_process
+from ds_zo.bench.runner import WARM, Case, prepare_to_fork, read_rows, run_cases, single_process
 from ds_zo.records.rows import Row
 
 _WARM = (*WARM, "benchmarks.zo_case")
@@ -97,14 +97,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _preset(args: argparse.Namespace) -> None:
-    from benchmarks.zo_presets import CASE, PRESETS, WARMUP, compiled_first, tiny
+    from benchmarks.zo_presets import CASE, PRESETS, tiny
 
     cut = args.host_gb is not None and args.preset in ("paper", "all")
     cases = presets.chosen(PRESETS[args.preset](**({"host_gb": args.host_gb} if cut else {})), args)
-    if args.skip is None or not is_named_like("warmup", args.skip):
-        cases = compiled_first(cases)
     if args.device == "cpu":
-        cases = [case for case in cases if case.target in (CASE, WARMUP)]
+        cases = [case for case in cases if case.target == CASE]
     if args.tiny:
         cases = [tiny(case, device=args.device) for case in cases]
     if args.list:

@@ -19,36 +19,6 @@ from ds_zo.config import ConfigError
 
 TYPE = "galore"
 """The optimizer.type that selects GaLore in launch/train.py."""
-_STATE_BYTES, _VALUE_BYTES = 8, 4
-"""Bytes of Adam's two moments of one value, and of one entry of a projector, in float32."""
-
-
-def bytes_per_rank(num_rows: int, num_cols: int) -> int:
-    """Bytes of the projector and of Adam's states for one singular direction."""
-    short, long = sorted((num_rows, num_cols))
-    return _VALUE_BYTES * short + _STATE_BYTES * long
-
-
-def rank_within(num_bytes: int, num_rows: int, num_cols: int) -> int:
-    """The largest rank that takes at most `num_bytes`; 0: rank 1 takes more."""
-    return min(num_bytes // bytes_per_rank(num_rows, num_cols), num_rows, num_cols)
-
-
-@torch.no_grad()
-def biases_by_rank(G_fit: torch.Tensor, G_test: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Relative error of G_fit and of G_test projected on G_fit's r leading directions of its shorter side, for r = 0,
-    1, ..."""
-    G_fit, G_test = (G.double().t() if G.shape[0] > G.shape[1] else G.double() for G in (G_fit, G_test))
-    # The Gram matrix has the size of the short side. It loses half the digits, of which float64 has enough.
-    _, P = torch.linalg.eigh(G_fit @ G_fit.t())
-    return _lost(P.flip(1), G_fit), _lost(P.flip(1), G_test)
-
-
-def _lost(P: torch.Tensor, G: torch.Tensor) -> torch.Tensor:
-    """Relative error by rank: the root of the energy in the directions after the rank, over the whole energy."""
-    energies = (P.t() @ G).square().sum(dim=1)
-    tails = energies.flip(0).cumsum(0).flip(0)
-    return (torch.cat([tails, tails.new_zeros(1)]) / tails[0].clamp(min=1e-300)).sqrt()
 
 
 class GaLoreAdamW(torch.optim.Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
@@ -10,8 +11,10 @@ from projector_cases import gradient, matrix, pair
 
 from ds_zo.projectors import (
     SparseProjector,
+    apply_,
     captured_share,
     choose_dims,
+    compress,
     fit,
     flatten_spectrum,
     relative_bias,
@@ -126,3 +129,19 @@ def test_one_rate_does_for_all_sizes_of_values() -> None:
     for dim, nonzeros in ((8, 4), (16, 16), (128, 2)):
         scaled = _best_scale_bias(G, *pair(256, 192, dim, nonzeros))
         assert fit(G, *pair(256, 192, dim, nonzeros), steps=20, lr=0.3).bias_after < 0.63 * scaled, (dim, nonzeros)
+
+
+def test_an_update_is_as_large_as_the_rule_for_the_rate_says() -> None:
+    """At lr 1, where AdamW's is 1: Adam's first direction is the gradient's sign."""
+    G = matrix(96, 3) @ matrix(3, 64, seed=1)
+
+    def update_rms() -> float:
+        W = torch.zeros(G.shape)
+        apply_(W, compress(G, P, Q).sign_(), P, Q, lr=1.0, rounding="nearest")
+        return float(W.square().mean().sqrt())
+
+    for dim in (16, 32):
+        P, Q = (SparseProjector.draw(size, dim, 4, seed=0, stream=side) for side, size in enumerate(G.shape))
+        assert update_rms() == pytest.approx(1.0, rel=0.2)
+        fit(G, P, Q, steps=30, lr=0.1)
+        assert update_rms() == pytest.approx(dim / math.sqrt(96 * 64), rel=0.25)

@@ -1,4 +1,4 @@
-"""The GaLore reference: bias of its projection, memory of a rank, and its steps."""
+"""The steps of the GaLore reference."""
 
 from __future__ import annotations
 
@@ -7,30 +7,39 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ds_zo.reference.galore import GaLoreAdamW, biases_by_rank, bytes_per_rank, rank_within
+from benchmarks.grids import lsp_glue
+from ds_zo.reference.galore import GaLoreAdamW, galore_engine
+from ds_zo.tasks import make_task, pad_token_id
+from ds_zo.tasks.embedded_model import FOLDER
+from ds_zo.tasks.encoding import collate
 
 
 def _matrix(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("shape", [(12, 7), (7, 12)])
-def test_galore_biases_are_those_of_the_definition(shape: tuple[int, int]) -> None:
-    G_fit, G_test = _matrix(*shape), _matrix(*shape, seed=1)
-    lost = biases_by_rank(G_fit, G_test)
-    U, _, V_t = torch.linalg.svd(G_fit, full_matrices=False)
-    for rank in (0, 3, 7):
-        for G, found in zip((G_fit, G_test), lost, strict=True):
-            kept = U[:, :rank] @ U[:, :rank].t() @ G if shape[0] < shape[1] else G @ V_t[:rank].t() @ V_t[:rank]
-            assert float(found[rank]) == pytest.approx(float((G - kept).norm() / G.norm()), abs=1e-5)
-
-
-def test_galore_rank_fills_its_memory() -> None:
-    budget = 10 * bytes_per_rank(64, 32) + 5
-    assert bytes_per_rank(64, 32) == 4 * 32 + 8 * 64
-    assert rank_within(budget, 64, 32) == rank_within(budget, 32, 64) == 10
-    assert rank_within(10**9, 64, 32) == 32
+@pytest.mark.usefixtures("single_process")
+def test_galore_trains_through_deepspeed() -> None:
+    task, tokenizer = make_task("code_or_text"), AutoTokenizer.from_pretrained(FOLDER)
+    batch = collate(task.sequences("train", tokenizer, max_length=32)[:4], pad_token_id=pad_token_id(tokenizer))
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
+    config = {**lsp_glue(576).methods["galore"].config, "train_micro_batch_size_per_gpu": 4}
+    params = {"rank": 4, "lr": 5e-3, "refresh_interval": 3}
+    engine = galore_engine(model, {**config, "optimizer": {"type": "GaLore", "params": params}})
+    losses = []
+    for _ in range(5):
+        loss = engine(**batch, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    state = engine.optimizer.state[model.get_parameter("model.layers.0.mlp.gate_proj.weight")]
+    assert state["mean"].shape == (384, 4)
+    assert engine.optimizer.state[model.get_parameter("model.embed_tokens.weight")]["mean"].shape == (1024, 128)
+    with pytest.raises(ValueError, match=r"optimizer\.params\.rank"):
+        galore_engine(model, {"optimizer": {"type": "GaLore"}})
 
 
 def test_galore_without_rank_is_adamw() -> None:
