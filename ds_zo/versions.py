@@ -1,4 +1,4 @@
-"""Versions of other packages: the supported ranges, the check at import, and every branch that depends on a version.
+"""Versions of other packages: the tested ones, the check at import, and every branch that depends on a version.
 
 Each branch names the oldest version without the difference. The branch goes when that version becomes the oldest
 supported one.
@@ -22,31 +22,39 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Range:
-    """The releases of a package that this package supports: from `first` up to, and without, `end`."""
+    """The releases of a package that this package is tested with. Releases outside the range are warned of."""
 
     first: str
-    end: str
+    newest: str
+    """The newest minor release. Its patch releases belong to the range."""
     fails_below: str | None = None
-    """Older releases than this one are known to fail, and are refused. Other releases outside the range are warned
-    of."""
+    """Older releases than this one are known to fail, and are refused."""
+    end: str | None = None
+    """Where a test shows that later releases may break this package: pip refuses this one and later ones."""
 
     def __str__(self) -> str:
-        return f">={self.first},<{self.end}"
+        return f"{self.first} to {self.newest}"
+
+    @property
+    def required(self) -> str:
+        """What pyproject.toml asks of pip."""
+        return f">={self.first}" + (f",<{self.end}" if self.end else "")
 
     def contains(self, version: str) -> bool:
-        """Whether a version is inside, by PEP 440: pre-releases of `first` and of `end` are not."""
-        from packaging.specifiers import SpecifierSet  # here: tools/versions.py reads this file without packages
+        """Whether a version is inside, by PEP 440: pre-releases of `first` are not."""
+        from packaging.version import Version  # here: tools/versions.py reads this file without packages
 
-        return SpecifierSet(str(self)).contains(version, prereleases=True)
+        found = Version(version)
+        return found >= Version(self.first) and found.release[:2] <= Version(self.newest).release
 
 
 SUPPORTED = {
-    "python": Range("3.10", "3.14", fails_below="3.10"),
-    "torch": Range("2.10", "2.14"),
-    "deepspeed": Range("0.18.6", "0.20", fails_below="0.18.3"),
-    "transformers": Range("4.57.1", "5.23", fails_below="4.56"),
-    "accelerate": Range("1.10", "1.16"),
-    "peft": Range("0.18", "0.22"),
+    "python": Range("3.10", "3.13", fails_below="3.10"),
+    "torch": Range("2.10", "2.13"),
+    "deepspeed": Range("0.18.6", "0.19", fails_below="0.18.3", end="0.20"),
+    "transformers": Range("4.57.1", "5.22", fails_below="4.56"),
+    "accelerate": Range("1.10", "1.15"),
+    "peft": Range("0.18", "0.21"),
 }
 """The one table of supported versions. `pyproject.toml` and docs/support.md say the same, and a test compares them."""
 
@@ -63,32 +71,37 @@ def installed(package: str) -> str | None:
 
 
 def remedy(package: str) -> str:
-    """What a user does to get a supported version."""
+    """What a user does to get a tested version."""
     supported = SUPPORTED[package]
-    return f"use Python {supported}" if package == "python" else f"pip install '{package}{supported}'"
+    return f"use Python {supported}" if package == "python" else f"pip install '{package}=={supported.newest}.*'"
 
 
-def check(package: str, version: str) -> str | None:
-    """A warning about a version outside the supported range; None inside it. Raises if the version is known to fail."""
+def warning() -> str | None:
+    """One line about the installed packages outside their ranges; None without one. Raises if a version is known to
+    fail."""
     from packaging.version import Version
 
-    supported = SUPPORTED[package]
-    if supported.contains(version):
+    found = {package: version for package in SUPPORTED if (version := installed(package))}
+    outside = [package for package, version in found.items() if not SUPPORTED[package].contains(version)]
+    for package in outside:
+        oldest = SUPPORTED[package].fails_below
+        if oldest is not None and Version(found[package]) < Version(oldest):
+            text = f"ds_zo needs {package} {SUPPORTED[package].required}, got {package} {found[package]}"
+            raise ImportError(f"{text}, with which it fails: {remedy(package)}")
+    if not outside:
         return None
-    text = f"ds_zo supports {package} {supported}, got {package} {version}"
-    if supported.fails_below is not None and Version(version) < Version(supported.fails_below):
-        raise ImportError(f"{text}, with which it fails: {remedy(package)}")
-    return f"{text}, with which it is not tested: if something fails, {remedy(package)}"
+    untested = ", ".join(f"{package} {found[package]} (tested: {SUPPORTED[package]})" for package in outside)
+    remedies = ", ".join(map(remedy, outside))
+    return f"ds_zo is not tested with {untested}: if something fails, {remedies} (all tested versions: constraints.txt)"
 
 
 def check_installed() -> None:
-    """Checks every installed package. The first process of a machine logs the warnings; all processes raise."""
-    warnings = [text for package in SUPPORTED if (v := installed(package)) and (text := check(package, v))]
-    if warnings and os.environ.get("LOCAL_RANK", "0") == "0":
+    """Checks the installed packages. The first process of a machine logs the warning; all processes raise."""
+    text = warning()
+    if text is not None and os.environ.get("LOCAL_RANK", "0") == "0":
         from deepspeed.utils import logger
 
-        for text in warnings:
-            logger.warning(text)
+        logger.warning(text)
 
 
 def _before(package: str, version: str) -> bool:

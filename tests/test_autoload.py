@@ -211,7 +211,7 @@ def test_check_says_what_would_happen(environment: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert f"{environment} train.py -- --lr 1\n" in shown
     assert "`import deepspeed` imports ds_zo too" in shown
-    for text in (*map(str, PATCHES), *(f"supported: {supported}\n" for supported in SUPPORTED.values())):
+    for text in (*map(str, PATCHES), *(f"tested: {supported}\n" for supported in SUPPORTED.values())):
         assert text in shown
     assert main(["run", "--check", "--", "sh", "train.sh"]) == 0
     assert "sh is not a Python script" in capsys.readouterr().out

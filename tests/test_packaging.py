@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -181,6 +182,15 @@ def test_tag_and_citation_have_the_version(tmp_path: Path, tag: str, cited: str,
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert message.format(version) in done.stdout + done.stderr
     assert (done.returncode == 0) == message.startswith("==>"), done.stderr
+
+
+def test_scripts_install_the_tested_versions() -> None:
+    """pyproject.toml has no upper bound of torch, whose newest release may bring gigabytes of CUDA libraries."""
+    scripts = [*REPO.glob("launch/*.sh"), *REPO.glob("tools/*.sh"), REPO / "Dockerfile"]
+    lines = [line for path in scripts for line in path.read_text(encoding="utf-8").splitlines()]
+    installs = [line for line in lines if re.search(r'\bpip"? install ', line)]
+    assert len(installs) >= 7
+    assert [line for line in installs if "--constraint" not in line] == []
 
 
 def test_no_usable_python_is_said_clearly() -> None:

@@ -149,10 +149,11 @@ def supported() -> dict[str, Any]:
 
 
 def tables(rows: dict[str, dict[str, Any]]) -> str:
-    """The generated part of docs/support.md: supported ranges, and the outcome of each corner."""
-    lines = ["| package | supported | refused |", "| --- | --- | --- |"]
+    """The generated part of docs/support.md: tested ranges, and the outcome of each corner."""
+    lines = ["| package | tested | refused at import | refused by pip |", "| --- | --- | --- | --- |"]
     for package, found in supported().items():
-        lines.append(f"| {package} | {found} | {f'<{found.fails_below}' if found.fails_below else ''} |")
+        refused = f"<{found.fails_below}" if found.fails_below else ""
+        lines.append(f"| {package} | {found} | {refused} | {f'>={found.end}' if found.end else ''} |")
     head = ("environment", "Python", *PACKAGES, "smoke suite", "commit")
     lines += ["", f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for name, corner in read_corners().items():

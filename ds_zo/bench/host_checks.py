@@ -216,8 +216,8 @@ def package(name: str) -> Check:
     version, supported = versions.installed(name), versions.SUPPORTED[name]
     if version is None:
         return Check(name, "not installed")
-    remedy = f"it is not tested with ds_zo: {versions.remedy(name)}"
-    return Check.of(name, f"{version}, supported: {supported}", warn=not supported.contains(version), remedy=remedy)
+    remedy = f"ds_zo is not tested with it: {versions.remedy(name)}"
+    return Check.of(name, f"{version}, tested: {supported}", warn=not supported.contains(version), remedy=remedy)
 
 
 def _meminfo(key: str) -> int:

@@ -85,15 +85,15 @@ class Interpreter:
             )
 
     def support(self) -> Iterator[tuple[str, str]]:
-        """Name of each package, and how its installed version compares with the supported range."""
+        """Name of each package, and how its installed version compares with the tested range."""
         for package, supported in versions.SUPPORTED.items():
             version = self.installed[package]
             if version is None:
-                yield package, f"not installed, supported: {supported}"
+                yield package, f"not installed, tested: {supported}"
             elif supported.contains(version):
-                yield package, f"{version}, supported: {supported}"
+                yield package, f"{version}, tested: {supported}"
             else:
-                yield package, f"{version}, NOT SUPPORTED: {versions.remedy(package)}"
+                yield package, f"{version}, NOT TESTED: {versions.remedy(package)}"
 
 
 def add(commands: Any) -> None:
