@@ -2,7 +2,6 @@
 
 python tools/structure.py                        a Mermaid diagram of the folders of ds_zo
 python tools/structure.py --write FILE           the diagram between the markers of a Markdown file
-python tools/structure.py --numbers FOLDER       files, lines, import levels and imports of one folder
 python tools/structure.py --budget               lines of code beside the limits of tests/budget.txt
 
 A line of code holds a token that is no comment, and is no part of a docstring or an import.
@@ -16,7 +15,7 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -25,8 +24,8 @@ END = "<!-- end of structure -->"
 REPO = Path(__file__).resolve().parent.parent
 PACKAGE = REPO / "ds_zo"
 BUDGET = REPO / "tests" / "budget.txt"
-_SPLIT = ("backends", "engines")
-"""Folders whose subfolders are boxes of their own."""
+_SPLIT = "backends"
+"""The folder whose subfolders are boxes of their own."""
 
 Graph = dict[str, set[str]]
 """For each box, the boxes that it imports."""
@@ -141,9 +140,9 @@ def reduced(imports: Graph) -> Graph:
 def folder_of(module: Module) -> str | None:
     """The box of a module in the diagram: its folder, a subfolder of `backends`, or a file of the package's root."""
     parts = module.name.split(".")[1:]
-    if not parts or (parts[0] in _SPLIT and module.is_package and len(parts) == 1):
+    if not parts or (parts == [_SPLIT] and module.is_package):
         return None
-    if parts[0] in _SPLIT and (len(parts) > 2 or module.is_package):
+    if parts[0] == _SPLIT and (len(parts) > 2 or module.is_package):
         return f"{parts[0]}/{parts[1]}"
     return parts[0] if len(parts) > 1 or module.is_package else f"{parts[0]}.py"
 
@@ -166,30 +165,6 @@ def diagram(package: Path = PACKAGE) -> str:
     for box, lower in sorted(reduced(imports).items()):
         lines += [f"    {_id(box)} --> {_id(other)}" for other in sorted(lower)]
     return "```mermaid\n" + "\n".join(lines) + "\n```"
-
-
-def numbers(folder: Path) -> str:
-    """Size and imports of one folder of a package: between its files, and between its subfolders."""
-    package = next(p for p in (folder, *folder.parents) if not (p.parent / "__init__.py").exists())
-    modules = read_modules(package)
-    prefix = ".".join(folder.resolve().relative_to(package.resolve().parent).parts)
-    inside = [m for m in modules.values() if m.name.startswith(f"{prefix}.") and not m.is_package]
-
-    def subfolder(module: Module) -> str | None:
-        rest = module.name.removeprefix(f"{prefix}.").split(".")
-        return rest[0] if module in inside and len(rest) > 1 else None
-
-    lines = [f"{folder}: {len(inside)} files, {sum(m.num_lines for m in inside):,} lines of code"]
-    kinds: Iterable[tuple[str, Callable[[Module], str | None]]] = (
-        ("files", lambda module: module.name if module in inside else None),
-        ("folders", subfolder),
-    )
-    for kind, box_of in kinds:
-        found = graph(modules, box_of)
-        if found:
-            arrows = sum(map(len, found.values()))
-            lines.append(f"  {len(found)} {kind} on {1 + max(levels(found).values())} import levels, {arrows} imports")
-    return "\n".join(lines)
 
 
 def over_budget(budget: Path = BUDGET, repo: Path = REPO) -> tuple[str, list[str]]:
@@ -221,10 +196,9 @@ def _id(box: str) -> str:
 
 
 def main() -> None:
-    """Prints the diagram or the numbers, or writes the diagram to a file."""
+    """Prints the diagram or the counts, or writes the diagram to a file."""
     parser = argparse.ArgumentParser(description="The folders of ds_zo and their imports.")
     parser.add_argument("--write", type=Path, metavar="FILE", help="replace the diagram between FILE's markers")
-    parser.add_argument("--numbers", type=Path, metavar="FOLDER", help="print size and imports of one folder instead")
     parser.add_argument("--budget", action="store_true", help="print lines of code beside their limits instead")
     args = parser.parse_args()
     if args.budget:
@@ -234,7 +208,7 @@ def main() -> None:
     if args.write is not None:
         write(args.write)
     else:
-        print(diagram() if args.numbers is None else numbers(args.numbers))
+        print(diagram())
 
 
 if __name__ == "__main__":
