@@ -11,7 +11,7 @@ from typing import Any
 from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.files import Written, hash_json, sha256_of
 from ds_zo.checkpoint.workers import in_threads
-from ds_zo.config.json_text import parse_json
+from ds_zo.config.json_text import check_file_names, parse_json
 
 FORMAT = "ds_zo checkpoint"
 VERSION = 1
@@ -95,9 +95,7 @@ def _check_types(manifest: Manifest) -> None:
         raise TypeError("a value that should be a whole number is of another type")
     if not isinstance(manifest.saved_unix_s, (int, float)):
         raise TypeError("saved_unix_s is not a number")
-    outside = [name for name in manifest.files if Path(name).name != name or "\0" in name or len(name) > 255]
-    if outside:
-        raise ValueError(f"{outside[0]!r} is not the name of a file in the folder")
+    check_file_names(manifest.files)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:

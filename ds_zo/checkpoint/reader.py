@@ -76,10 +76,10 @@ class Saved:
 def tag_to_load(load_dir: Path, tag: str | None) -> str | None:
     """`tag`, or the tag that the file `latest` names; None where there is no such file."""
     found = read_latest(load_dir) if tag is None else str(tag)
-    if found is not None and len(found.encode(errors="replace")) > _MAX_TAG_NBYTES:
+    if found is not None and (not found.isprintable() or len(found.encode()) > _MAX_TAG_NBYTES):
         raise CheckpointError(
-            f"a checkpoint's tag is a folder name of at most {_MAX_TAG_NBYTES} bytes, got {found[:40]!r}... of "
-            f"{len(found)} characters: pass the name of a folder in it (tag, or {load_dir / LATEST})"
+            f"a checkpoint's tag is a folder name of at most {_MAX_TAG_NBYTES} bytes in printable characters, got "
+            f"{found[:40]!r} of {len(found)} characters: pass the name of a folder in it (tag, or {load_dir / LATEST})"
         )
     return found
 

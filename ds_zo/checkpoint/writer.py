@@ -75,10 +75,10 @@ class SaveRequest:
 
 
 def check_tag(tag: str) -> None:
-    if not tag or tag.startswith(".") or "/" in tag or "\0" in tag or tag == LATEST or WRITING in tag:
+    if not tag or tag.startswith(".") or "/" in tag or not tag.isprintable() or tag == LATEST or WRITING in tag:
         raise CheckpointError(
-            f"a checkpoint's tag is a folder name that does not start with a dot nor contain {WRITING}, got {tag!r}: "
-            "pass another name (tag)"
+            "a checkpoint's tag is a folder name of printable characters that does not start with a dot nor contain "
+            f"{WRITING}, got {tag!r}: pass another name (tag)"
         )
 
 

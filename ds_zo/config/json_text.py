@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,13 @@ def parse_json(text: str | bytes, **arguments: Any) -> Any:
     if level:
         raise ValueError(too_deep)
     return found
+
+
+def check_file_names(names: Iterable[Any]) -> None:
+    """Raises ValueError, with the reason alone, unless each is a name of a file in a folder, which fits in one line."""
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or not name.isprintable() or len(name) > 255:
+            raise ValueError(f"{shown(name)} is not the name of a file in the folder")
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, get_args
 
 import torch
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from ds_zo.config import ConfigError
-from ds_zo.config.json_text import parse_json
+from ds_zo.config.json_text import check_file_names, parse_json
 from ds_zo.config.section import FrozenDtype
 from ds_zo.ops import MXFP4
 from ds_zo.ops.nf4 import Quantised
@@ -234,6 +235,7 @@ class SafetensorsSource:
         elif index.exists():
             with _reading(index):
                 weight_map = parse_json(index.read_text())["weight_map"]
+                check_file_names(weight_map.values())
                 self._file_of = {name: folder / file for name, file in weight_map.items()}
             self._stamps = {path: _stamp(path) for path in set(self._file_of.values())}
         else:
@@ -297,6 +299,8 @@ class SafetensorsSource:
 def _stamp(path: Path) -> tuple[int, int]:
     with _reading(path):
         found = path.stat()
+        if not S_ISREG(found.st_mode):
+            raise ValueError("it is not a regular file")
     return found.st_size, found.st_mtime_ns
 
 
@@ -306,9 +310,8 @@ def _reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is missing, damaged or cut off ({str(error)[:200]}): download or save the model again"
-        ) from error
+        why = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path} is missing, damaged or cut off ({why}): download or save the model again") from error
 
 
 def load_pretrained(

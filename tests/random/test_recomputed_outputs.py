@@ -39,7 +39,7 @@ class Stateful(nn.Module):
         self.kind, self.first, self.num_calls = kind, first, 0
         generator = torch.Generator().manual_seed(seed)
         self.held: Any = {"list": [generator], "dict": {"g": generator}, "deque": deque([generator])}.get(kind)
-        self.draw: Callable[[], torch.Tensor] = lambda: torch.rand((), generator=generator)
+        self.hidden: Callable[[], torch.Generator] = lambda: generator
         if kind == "buffer":
             self.register_buffer("counter", torch.zeros(()))
         if kind == "attribute":
@@ -54,9 +54,9 @@ class Stateful(nn.Module):
         if self.kind == "buffer":
             self.counter.add_(1)
             return 1.0 + 0.5 * (self.counter % 3)
-        if self.kind == "closure":
-            return self.draw()
-        generator = self.held["g"] if self.kind == "dict" else self.held if self.kind == "attribute" else self.held[0]
+        held = self.hidden() if self.kind == "closure" else self.held
+        generator = held if isinstance(held, torch.Generator) else held["g"] if self.kind == "dict" else held[0]
+        # a number for each row: two draws of one number for all rows may be equal in bfloat16
         return torch.rand(x.shape[:-1], generator=generator).unsqueeze(-1).to(x.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
