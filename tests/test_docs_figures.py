@@ -115,7 +115,7 @@ def test_a_picture_is_current_and_legible_on_a_phone(name: str) -> None:
     file = DOCS / "pictures" / f"{name}.svg"
     kept = file.read_text(encoding="utf-8")
     drawn = draw_docs.draw(name)
-    again = f"run: python tools/draw_docs.py {name}"
+    again = "run: python tools/draw_docs.py"
     assert words(drawn) == words(kept), again
     if creator(drawn) == creator(kept):  # another CPU may round a coordinate differently
         assert numbers(drawn) == pytest.approx(numbers(kept), abs=0.02), again

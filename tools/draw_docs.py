@@ -1,7 +1,6 @@
 """Draws the pictures of the pages in docs/ that explain the methods, as SVG files in docs/pictures.
 
-    python tools/draw_docs.py                 # all pictures
-    python tools/draw_docs.py streaming lsp   # some of them
+    python tools/draw_docs.py
 
 A picture is 5 inches wide with text of 11 points or more, which a phone shows at a legible size. Its background is
 white, so that it is legible on a dark page too.
@@ -9,10 +8,9 @@ white, so that it is legible on a dark page too.
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -186,17 +184,9 @@ PAINTERS: dict[str, tuple[float, Callable[[Axes], None]]] = {
 """By name: the height in inches, and the function that draws the picture."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PAINTERS)} (default: all)")
-    args = parser.parse_args(arguments)
-    unknown = sorted(set(args.names) - set(PAINTERS))
-    if unknown:
-        parser.error(f"a picture must be one of {', '.join(PAINTERS)}, got {', '.join(unknown)}")
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    for name in args.names or PAINTERS:
+def main() -> None:
+    for name in PAINTERS:
         (PICTURES / f"{name}.svg").write_text(draw(name), encoding="utf-8")
-        print(PICTURES.relative_to(REPO) / f"{name}.svg")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python tools/pretrain_embedded.py --output ds_zo/tasks/embedded
 
 Everything is seeded; the result depends on the Python version only through the text of its standard library. Takes
-about ten minutes on two CPU cores. The folder's README.md is rewritten with the measured bits per byte.
+about ten minutes on two CPU cores. The last lines are the figures of the folder's README.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import math
 import platform
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,25 +26,6 @@ from ds_zo.tasks.embedded_model import bits_per_byte
 from ds_zo.tasks.stdlib_text import documents
 
 PAD, EOS = "<pad>", "<eos>"
-
-README = """# The embedded model
-
-A LLaMA-like decoder ({num_parameters:,} parameters, {num_layers} layers, hidden size {hidden_size}, byte-level BPE with
-{vocab_size} tokens, tied embeddings, stored in bfloat16) pretrained by this project on the text that every Python
-installation carries: standard-library sources, their docstrings once more on their own, and `pydoc_data.topics`. One
-module in six is held out (`ds_zo.tasks.stdlib_text.is_held_out`); the embedded task is built from those modules only.
-No other text and no labelled examples were used.
-
-    python tools/pretrain_embedded.py --output ds_zo/tasks/embedded \\
-        --steps {steps} --batch-size {batch_size} --length {length} --lr {lr} --seed {seed}
-
-| | |
-| --- | --- |
-| Python, torch | {python}, {torch} |
-| tokens seen | {tokens:,} ({epochs:.2f} epochs of {corpus_tokens:,}) |
-| final training loss | {train_loss:.3f} nats a token |
-| held-out modules | **{held_out:.3f} bits per byte**, as stored (a uniform guess over bytes: 8) |
-"""
 
 
 def train_tokenizer(texts: list[str], *, vocab_size: int) -> PreTrainedTokenizerFast:
@@ -100,16 +80,13 @@ def learning_rate(step: int, *, peak: float, warmup: int, total: int) -> float:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="folder for the model, tokenizer and README.md")
+    parser.add_argument("--output", type=Path, required=True, help="folder for the model and tokenizer")
     parser.add_argument("--steps", type=int, default=1800)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences a step")
     parser.add_argument("--length", type=int, default=128, help="tokens a sequence")
     parser.add_argument("--lr", type=float, default=4e-3, help="peak learning rate of AdamW")
     parser.add_argument("--vocab-size", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--save-every", type=int, default=0, help="also save the weights every so many steps (0: only at the end)"
-    )
     return parser.parse_args()
 
 
@@ -143,7 +120,6 @@ def main() -> None:
     )
 
     smoothed = math.nan
-    start = time.perf_counter()
     stream = batches(rows, batch_size=args.batch_size, seed=args.seed)
     for step in (bar := tqdm(range(args.steps), mininterval=10)):
         lr = learning_rate(step, peak=args.lr, warmup=50, total=args.steps)
@@ -158,36 +134,15 @@ def main() -> None:
         value = loss.item()
         smoothed = value if math.isnan(smoothed) else 0.98 * smoothed + 0.02 * value
         bar.set_postfix(loss=f"{smoothed:.3f}", refresh=False)
-        if args.save_every and (step + 1) % args.save_every == 0:
-            model.save_pretrained(args.output)
-            tokenizer.save_pretrained(args.output)
-            name_fast_class(args.output / "tokenizer_config.json")
-    elapsed = time.perf_counter() - start
 
     model.to(torch.bfloat16).save_pretrained(args.output)
     tokenizer.save_pretrained(args.output)
+    name_fast_class(args.output / "tokenizer_config.json")
     held_out = bits_per_byte(model.float(), tokenizer, list(documents(held_out=True)), max_rows=400)
     tokens = args.steps * args.batch_size * args.length
-    readme = README.format(
-        num_parameters=model.num_parameters(),
-        num_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        steps=args.steps,
-        batch_size=args.batch_size,
-        length=args.length,
-        lr=args.lr,
-        seed=args.seed,
-        python=platform.python_version(),
-        torch=torch.__version__,
-        tokens=tokens,
-        epochs=tokens / rows.numel(),
-        corpus_tokens=rows.numel(),
-        train_loss=smoothed,
-        held_out=held_out,
-    )
-    (args.output / "README.md").write_text(readme, encoding="utf-8")
-    print(f"{tokens / elapsed:,.0f} tokens/s, loss {smoothed:.3f}, held out {held_out:.3f} bits per byte")
+    print(f"Python {platform.python_version()}, torch {torch.__version__}")
+    print(f"tokens seen: {tokens:,} ({tokens / rows.numel():.2f} epochs of {rows.numel():,})")
+    print(f"final training loss: {smoothed:.3f} nats a token; held-out modules: {held_out:.3f} bits per byte")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "alpaca": [
         {"instruction": question, "input": "", "output": good} for question, good in zip(_QUESTIONS, _GOOD, strict=True)
     ],
-    "text": [{"text": f"{question} {good}"} for question, good in zip(_QUESTIONS, _GOOD, strict=True)],
     "messages": [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": good}]}
         for question, good in zip(_QUESTIONS, _GOOD, strict=True)
