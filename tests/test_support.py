@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
+import support_sweep
 from support_matrix import CELLS, PAGE, REFUSED, TRAINS, outcomes, page, read_rows, status
 
 
 def test_the_page_is_made_from_the_rows() -> None:
     text = PAGE.read_text(encoding="utf-8")
-    assert text == page(read_rows(), text)
+    assert text == page(read_rows(), text) == support_sweep.page(support_sweep.read_rows(), text)
 
 
 def test_a_status_needs_a_row_that_says_so() -> None:
@@ -30,6 +32,15 @@ def test_every_cell_gives_the_outcome_of_its_row() -> None:
     rows = read_rows()["cpu"]
     assert list(rows) and set(rows) == set(CELLS)
     assert outcomes() == rows
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("DS_ZO_RANDOM_TIMES" not in os.environ, reason="ten seconds of training: tools/random.sh runs it")
+def test_streamed_runs_of_some_kinds_equal_plain_loops() -> None:
+    seed = int(os.environ.get("DS_ZO_RANDOM_SEED", "0"))
+    kinds = random.Random(seed).sample(sorted({kind for kind, _ in support_sweep.read_rows()}), k=4)
+    allowed = {support_sweep.EQUAL, support_sweep.CLOSE}
+    assert {cell: words for cell, words in support_sweep.outcomes(kinds).items() if words not in allowed} == {}
 
 
 @pytest.mark.gpu

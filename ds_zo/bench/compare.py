@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="random:SHAPE (random weights, say random:opt-6.7b), a local folder or a Hub name (default: %(default)s)",
     )
     what.add_argument(
-        "--preset", choices=tuple(PRESETS), help="several models, each on the card as it is and on one of 24 GB"
+        "--preset", choices=tuple(PRESETS), help="several models; a GPU runs each uncapped and with 24 GB"
     )
     what.add_argument("--only", metavar="A,B", help="of a preset's models, say llama-1.3b")
     what.add_argument("--layers", type=int, metavar="N", help="cut a random model's depth")
@@ -192,7 +192,8 @@ def _compare(args: argparse.Namespace) -> None:
     ends = time.monotonic() + (math.inf if args.total_s is None else args.total_s)
     builds = Builds(wanted=args.device != "cpu" and not args.dry_run)
     device = args.device or _device()
-    wanted = [arguments_of(args, table) for table in tables_of(args.preset, args.only)] if args.preset else [args]
+    named = tables_of(args.preset, args.only) if args.preset else ()
+    wanted = [arguments_of(args, table, device=device) for table in named] or [args]
     tables = [_parts_of(each, device) for each in wanted]
     groups = _groups(args, tables)
     if args.dry_run:

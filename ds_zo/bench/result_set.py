@@ -44,8 +44,8 @@ def tables_of(preset: str, only: str | None) -> tuple[Table, ...]:
     return tuple(table for table in tables if table.folder in names)
 
 
-def arguments_of(args: argparse.Namespace, table: Table) -> argparse.Namespace:
-    """Returns the arguments of one table, as if the command line had given them."""
+def arguments_of(args: argparse.Namespace, table: Table, *, device: str) -> argparse.Namespace:
+    """Returns the arguments of one table, as if the command line had given them. A CPU has no memory to cap."""
     own = {"model": table.model, "batch": table.batch, "seq": table.seq, "out": Path(args.out) / table.folder}
-    caps = [None, SMALLER_CARD_GB] if args.device_memory_gb == [None] else args.device_memory_gb
+    caps = [None, SMALLER_CARD_GB] if args.device_memory_gb == [None] and device != "cpu" else args.device_memory_gb
     return argparse.Namespace(**{**vars(args), **own, "device_memory_gb": caps})

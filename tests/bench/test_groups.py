@@ -98,6 +98,7 @@ def test_what_another_machine_left_whole_stays_as_it_is(
     models = [table.folder for table in PRESETS["tiny"]]
     assert runs() == {f"{model}, {tier}": "new" for tier in TIERS for model in models}
     there, here = (begun[f"{model}, main"] for model in models)
+    assert [part.folder for part in there.parts] == [tmp_path / models[0]], "a CPU is not capped at 24 GB"
     leave_rows(there, machine="another")
     capsys.readouterr()
     later = [tier for tier in TIERS if tier != "main"]

@@ -29,9 +29,12 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "decoder_start_token_id", "zero_expert_num"), 0),
 }
 """Values for keys that a config has by default."""
+_LATENT = {"num_key_value_heads": 4}
+"""Latent attention makes a key and a value for each head."""
 _OWN: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"partial_rotary_factor": 1.0},
     "ernie4_5_moe": {"moe_k": 2},
+    "switch_transformers": {"decoder_start_token_id": 0},
     "zaya": {"num_experts_per_tok": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "gemma4_text": {"enable_moe_block": True, "top_k_experts": 2, "vocab_size_per_layer_input": 96},
@@ -48,6 +51,6 @@ def moe_configs() -> dict[str, Any]:
         if counts := keys & {*_NUM_EXPERTS}:
             small = {key: value for key, value in _SIZES.items() if key in keys}
             model = (_CAUSAL if kind in _CAUSAL.keys() else _SEQ_TO_SEQ)[kind]  # noqa: SIM118
-            own = _OWN.get(kind.model_type, {})
+            own = (_LATENT if "kv_lora_rank" in keys else {}) | _OWN.get(kind.model_type, {})
             found[kind.model_type] = kind(**small | dict.fromkeys(counts, 4) | own, architectures=[model.__name__])
     return found

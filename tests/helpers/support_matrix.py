@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import families
 import torch
 from equivalence_runs import on_device
 from lomo_runs import config_for, lively, start, weights_of
@@ -50,6 +51,13 @@ FAMILIES = {
     "bloom": "BLOOM",
     "roberta": "RoBERTa (classification head)",
     "t5": "T5 (encoder and decoder)",
+    "qwen3": "Qwen3",
+    "gemma3": "Gemma 3",
+    "phi3": "Phi-3, Phi-4",
+    "qwen3-moe": "Qwen3-MoE",
+    "gpt-oss": "gpt-oss (mixture of experts)",
+    "qwen2-vl": "Qwen2-VL (images and text)",
+    "llava": "LLaVA (images and text)",
 }
 """The names that the page shows."""
 BACKENDS = ("ZO", "LOMO", "AdaLOMO", "LSP", "Adapter")
@@ -69,7 +77,9 @@ CELLS: list[Cell] = list(itertools.product(FAMILIES, BACKENDS, PLACEMENTS, RANKS
 
 
 def case_of(family: str) -> Case:
-    """The model and the batches of `zoo.CASES`. Its Mixtral has the router's loss."""
+    """The model and the batches of `zoo.CASES` or `families`. The Mixtral of `zoo` has the router's loss."""
+    if family in (*families.TEXT, *families.VISION):
+        return families.case(family)
     if family == "mixtral":
         return Case(partial(lively, family), lambda seed: tiny_batch(family, seed=seed, batch_size=2, length=8))
     return CASES["mixtral" if family == "mixtral-router-loss" else family]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import families
 import pytest
 import torch
 import transformers as hf
@@ -21,10 +21,8 @@ from library_runs import (
     weights_of,
 )
 from support_matrix import uploaded_bytes, with_lora
-from tiny_models import VOCAB, tiny_model
 from torch import nn
 
-IMAGE, START, END = VOCAB - 1, VOCAB - 2, VOCAB - 3
 STAYS_OUT = {"resident_blocks": 0}
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lomo": (
@@ -35,59 +33,23 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Arguments of Trainer, and keys of the JSON."""
 
-
-_SIZE: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-}
-
-
-def qwen2_vl() -> nn.Module:
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1]}
-    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
-    tokens = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
-    text = {**_SIZE, "rope_parameters": rope}
-    return hf.Qwen2VLForConditionalGeneration(hf.Qwen2VLConfig(text_config=text, vision_config=vision, **tokens))
-
-
-def qwen3_moe() -> nn.Module:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4}
-    return hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**_SIZE, **experts))
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "qwen2_vl": qwen2_vl,
-    "qwen3_moe": qwen3_moe,
-    "mixtral": lambda: tiny_model("mixtral"),
-}
+KINDS = {"qwen2_vl": "qwen2-vl", "qwen3_moe": "qwen3-moe", "mixtral": "mixtral"}
+"""Of `families`."""
 
 
 def model_of(kind: str, method: str) -> nn.Module:
-    torch.manual_seed(0)
-    model = MODELS[kind]()
-    return with_lora(model) if method == "lora" else model.train()
+    model = families.case(KINDS[kind]).make()
+    return with_lora(model) if method == "lora" else model
 
 
 def rows(kind: str) -> list[dict[str, torch.Tensor]]:
-    """Four examples. Those of the vision-language model show four tokens of an image."""
-    generator = torch.Generator().manual_seed(7)
+    """Four examples. Those of the vision-language model show an image."""
     found = []
-    for _ in range(4):
-        ids = torch.randint(3, END, (12,), generator=generator)
-        row = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-        if kind == "qwen2_vl":
-            ids[1:7] = torch.tensor([START, IMAGE, IMAGE, IMAGE, IMAGE, END])
-            row["labels"] = ids.masked_fill(ids >= END, -100)
-            row["mm_token_type_ids"] = (ids == IMAGE).long()
-            row["pixel_values"] = torch.randn(16, 3 * 2 * 4 * 4, generator=generator)
-            row["image_grid_thw"] = torch.tensor([1, 4, 4])
-        found.append(row)
+    for seed in range(4):
+        batch = families.case(KINDS[kind]).batch(seed)
+        patches = batch.pop("pixel_values", None)
+        row = {name: values[0] for name, values in batch.items()}
+        found.append(row if patches is None else {**row, "pixel_values": patches[: len(patches) // 2]})
     return found
 
 
@@ -105,7 +67,7 @@ def run(kind: str, method: str, folder: Path, json: dict[str, Any] | None) -> tu
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_streamed_run_has_the_bits_of_plain_trainer(
     kind: str, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

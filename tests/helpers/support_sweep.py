@@ -1,0 +1,177 @@
+"""Trains every mixture of experts of the installed transformers, and eight vision-language models, beside plain loops.
+
+    export PYTHONPATH=.:tests
+    python tests/helpers/support_sweep.py             # trains every model on the CPU, writes its rows and the page
+    python tests/helpers/support_sweep.py --render    # writes docs/support.md from the rows, trains nothing
+
+A streamed run by LOMO must give the losses and weights of plain SGD, and one by LoRA those of AdamW.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import families
+import torch
+from lomo_runs import start, train, train_plain, weights_of
+from moe_configs import moe_configs
+from support_matrix import PAGE, ROWS, uploaded_bytes
+from torch import nn
+from zo_rank_cases import run_job
+
+from ds_zo import ConfigError
+from ds_zo.records.environment import commit, versions
+
+FILE = ROWS["cpu"].with_name("cpu_model_kinds.jsonl")
+METHODS = {"LOMO": "LOMO as SGD", "LoRA": "LoRA by AdamW", "experts": "LoRA on weights of experts"}
+"""And their columns on the page."""
+RATES = {"LOMO": 0.05, "LoRA": 0.01, "experts": 0.01}
+EQUAL, CLOSE = "equal bit for bit", "within 1e-5"
+NUM_STEPS = 3
+Cell = tuple[str, str]
+"""Kind of model and method."""
+
+
+def model_of(kind: str, method: str) -> nn.Module | None:
+    """None if the model has no weight that holds all experts of a layer."""
+    import peft
+
+    model = families.case(kind).make()
+    model.config.use_cache = False  # a cache of linear attention alone refuses a length
+    if method == "LOMO":
+        return model
+    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    targets: dict[str, Any] = {"target_modules": [n for n in linear if not n.endswith(("out_proj", "lm_head"))]}
+    if method == "experts":
+        experts = [name for name, p in model.named_parameters() if p.ndim == 3 and "expert" in name]
+        if not experts:
+            return None
+        targets = {"target_modules": [], "target_parameters": experts}
+    torch.manual_seed(0)
+    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **targets))
+    return adapted.train()
+
+
+def config_of(method: str) -> dict[str, Any]:
+    by_lomo = method == "LOMO"
+    params = {"lr": RATES[method], **({} if by_lomo else {"weight_decay": 0.0, "torch_adam": True})}
+    section = {"stream": {"resident_blocks": 0}, **({} if by_lomo else {"backend": "adapter"})}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "LOMO" if by_lomo else "AdamW", "params": params},
+        "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}, "ds_zo": section},
+        "steps_per_print": 1000,
+    }
+
+
+def outcome(kind: str, method: str) -> str | None:
+    """How a streamed run compares with a plain loop. None if the method does not apply."""
+    plain, model = model_of(kind, method), model_of(kind, method)
+    if plain is None or model is None:
+        return None
+    data = [families.case(kind).batch(seed) for seed in range(NUM_STEPS)]
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    before = weights_of(plain)
+    make = torch.optim.SGD if method == "LOMO" else torch.optim.AdamW
+    torch.manual_seed(1)  # of dropout, and of noise on routers
+    losses, _ = train_plain(plain, data, make(trained, lr=RATES[method], weight_decay=0.0))
+    expected = weights_of(plain)
+    if sum(not torch.equal(before[name], expected[name]) for name in before) < len(trained) / 2:
+        return "the plain loop changed few weights"
+    try:
+        engine = start(config_of(method), model, model_parameters=[p for p in model.parameters() if p.requires_grad])
+    except ConfigError as error:
+        return f"refused: {error}"
+    try:
+        torch.manual_seed(1)
+        streamed = train(engine, data)
+        state = engine.module.state_dict()
+        if not uploaded_bytes(engine.backend):
+            return "nothing was streamed"
+        difference = max((state[name] - expected[name]).abs().max().item() for name in expected)
+    finally:
+        engine.destroy()
+    if streamed == losses and not difference:
+        return EQUAL
+    return CLOSE if difference <= 1e-5 else f"weights differ by {difference:.1e}"
+
+
+def train_all(rank: int, kinds: list[str]) -> dict[Cell, str | None]:
+    """Runs in the rank of a job."""
+    found: dict[Cell, str | None] = {}
+    for kind in kinds:
+        for method in METHODS:
+            try:
+                found[kind, method] = outcome(kind, method)
+            except Exception as error:
+                found[kind, method] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def outcomes(kinds: Iterable[str] = (*moe_configs(), *families.VISION)) -> dict[Cell, str]:
+    [found] = run_job(train_all, 1, list(kinds), timeout_s=900, wait=300)
+    assert isinstance(found, dict), found
+    return {cell: words for cell, words in found.items() if words is not None}
+
+
+# Rows and the page
+
+
+def read_rows() -> dict[Cell, str]:
+    rows = [json.loads(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
+    return {(row["kind"], row["method"]): row["outcome"] for row in rows}
+
+
+def write_rows(found: dict[Cell, str]) -> None:
+    about = {"device": "cpu", "commit": commit(), "versions": versions()}
+    rows = [{"kind": kind, "method": method, "outcome": words, **about} for (kind, method), words in found.items()]
+    FILE.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+BEGIN = "<!-- kinds: written by `PYTHONPATH=.:tests python tests/helpers/support_sweep.py --render`, not by hand -->"
+END = "<!-- end of kinds -->"
+
+
+def page(rows: dict[Cell, str], text: str) -> str:
+    """The page `text` with the part between its markers made from the rows."""
+    kinds = list(dict.fromkeys(kind for kind, _ in rows))
+    vision = [kind for kind in kinds if kind in families.VISION]
+    groups = {"mixtures of experts": [kind for kind in kinds if kind not in vision], "vision-language models": vision}
+    lines = [f"| models | {' | '.join(METHODS.values())} |", f"|{' --- |' * (len(METHODS) + 1)}"]
+    for title, members in groups.items():
+        counts = (Counter(rows[kind, method] for kind in members if (kind, method) in rows) for method in METHODS)
+        cells = ["; ".join(f"{number} {words}" for words, number in count.most_common()) for count in counts]
+        lines.append(f"| {len(members)} {title} | {' | '.join(cell or 'do not apply' for cell in cells)} |")
+    lines += ["", f"Rows: `{FILE.name}` in `benchmarks/results`.", ""]
+    lines += ['<details markdown="1">', "<summary>The models, by their type in transformers</summary>", ""]
+    for title, members in groups.items():
+        others = {kind for kind in members for method in METHODS if rows.get((kind, method), EQUAL) != EQUAL}
+        lines.append(f"- {title}: {', '.join(f'`{kind}`' for kind in members)}.")
+        lines += [f"- not bit for bit: {', '.join(f'`{kind}`' for kind in sorted(others))}."] if others else []
+    made = "\n".join([*lines, "", "</details>"])
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--render", action="store_true", help="write the page from the rows and train nothing")
+    if not parser.parse_args().render:
+        os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # for the rank, which is not started yet
+        found = outcomes()
+        write_rows(found)
+        faults = {cell: words for cell, words in found.items() if words not in (EQUAL, CLOSE)}
+        print("\n".join(f"{cell}: {words}" for cell, words in faults.items()) or f"{len(found)} runs, no fault")
+    PAGE.write_text(page(read_rows(), PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    import support_sweep  # the rank imports this file by that name
+
+    support_sweep.main()
