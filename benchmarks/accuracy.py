@@ -20,9 +20,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.accuracy_claims import CLAIMS, claims_table
-from benchmarks.grid import Grid, GridCase
+from benchmarks.grid import Grid, GridCase, remaining, rows_of
 from benchmarks.grids import read_grid
-from benchmarks.sweep import remaining, rows_of
 from ds_zo.records.rows import Row, table_lines
 from ds_zo.tasks.score import LOWER_IS_BETTER, sign_of
 

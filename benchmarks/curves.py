@@ -139,7 +139,7 @@ def _title(row: Row) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    from benchmarks.sweep import rows_of
+    from benchmarks.grid import rows_of
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.curves import Points, scored, series, with_curves
-from benchmarks.sweep import first_step_s, rows_of
+from benchmarks.grid import rows_of
+from benchmarks.sweep import first_step_s
 from ds_zo.records.rows import Row, table
 from ds_zo.tasks.score import sign_of
 

@@ -13,10 +13,13 @@ import copy
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ds_zo.bench.runner import NOT_RUN
+from ds_zo.records.rows import Row, read_objects
 
 Config = dict[str, Any]
 
@@ -173,3 +176,32 @@ def _from_json(kind: type[Any], values: dict[str, Any]) -> Any:
             form = "a list of numbers" if of_numbers else "a list" if is_list else "one value"
             raise GridError(f"{name} of a {kind.__name__.lower()} must be {form}, got {value!r}: correct it")
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+# Rows
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Reads the rows of a file that may not exist yet, without cases that a call had no time for."""
+    rows = read_objects(path) if path.is_file() else []
+    return [row for row in rows if "key" in row and row.get("status") != NOT_RUN]
+
+
+def rows_of(paths: Iterable[Path]) -> list[Row]:
+    """Reads the rows of files that must exist: those that a table is made of."""
+    found = []
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"looked for rows at {path}: not found")
+        found += read_rows(path)
+    return found
+
+
+def remaining(cases: Iterable[GridCase], rows: Sequence[Row]) -> list[GridCase]:
+    """Returns the cases that have no row, each once."""
+    settled = {row["key"] for row in rows}
+    found: dict[str, GridCase] = {}
+    for case in cases:
+        if case.key not in settled:
+            found.setdefault(case.key, case)
+    return list(found.values())

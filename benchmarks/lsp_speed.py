@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks import presets
 from benchmarks.lsp_cases import LSPCase
 from benchmarks.lsp_claims import BATCHES, SHAPES, by_batch, claims_table
-from ds_zo.bench.contenders import ALL
 from ds_zo.bench.runner import WARM, Case
 from ds_zo.records.rows import Row, table_lines
 
@@ -172,14 +171,10 @@ def figure_5_cases() -> list[Case]:
             settings: dict[str, Any] = {"batch": batch, "length": length, "max_s": 4.0, "links_gbps": LINKS_GBPS}
             apart = shape in ("gpt2-774m", "llama-1.3b")
             case = LSPCase(shape, method, params=params, take_apart=apart, **settings)
-            host_gb = 8.0 + ALL[method].host_bytes(_FIGURE_5_NUMEL[shape]) / 1e9
-            cases.append(case.to_run(f"figure5/{shape}/{name}", _SPEED, timeout_s=240, planned_host_gb=host_gb))
+            cases.append(case.to_run(f"figure5/{shape}/{name}", _SPEED, timeout_s=240))
     return cases
 
 
-_NUMEL = {"1.3b": 1_345_423_360, "3b": 3_426_473_600}
-_FIGURE_5_NUMEL = {f"llama-{size}": numel for size, numel in _NUMEL.items()}
-_FIGURE_5_NUMEL |= {"gpt2-774m": 774_000_000, "llama-7b": 6_738_415_616}
 _ISSUE_S = {
     "1.3b": {
         "ceiling": 8,
@@ -222,12 +217,9 @@ def _issue_case(shape: str, name: str, seconds: float) -> Case:
         max_s=5.0,
         take_apart=shape == "1.3b" and name in ("lsp-512", "lsp-none", "zero2-offload"),
     )
-    numel = _NUMEL[shape]
-    dense = 20 * numel if name == "lsp-none" else 0
-    host_gb = 8.0 + (dense + (ALL[method].host_bytes(numel) if method in ALL else 0)) / 1e9
     name = f"issue/{shape}/{first}+{then}/{name}"
     timeout_s = max(_LEAST_TIMEOUT_S, _SLACK * seconds)
-    return case.to_run(name, _SPEED, timeout_s=timeout_s, planned_host_gb=host_gb)
+    return case.to_run(name, _SPEED, timeout_s=timeout_s)
 
 
 PRESETS: dict[str, Callable[[], list[Case]]] = {

@@ -24,13 +24,13 @@ from benchmarks.accuracy import at_chosen_rates, by_seed
 from benchmarks.accuracy import table as accuracy_table
 from benchmarks.adapter_pages import ADAPTER_BLOCKS
 from benchmarks.compare_pages import COMPARE_BLOCKS
+from benchmarks.grid import rows_of
 from benchmarks.grid_pages import GRID_BLOCKS
 from benchmarks.grids import read_grid
 from benchmarks.host_pages import HOST_BLOCKS
 from benchmarks.paper_pages import PAPER_BLOCKS, lomo_lora
 from benchmarks.qwen_pages import QWEN_BLOCKS
 from benchmarks.sources import STEPS, gb, ms, ratio, read_rows, source, speed, suite, sweep
-from benchmarks.sweep import rows_of
 from benchmarks.zo_study_pages import ZO_STUDY_BLOCKS
 from ds_zo.records.prose import wrapped
 from ds_zo.records.rows import Row, table

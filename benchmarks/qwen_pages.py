@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.accuracy import at_chosen_rates, by_seed
+from benchmarks.grid import read_rows
 from benchmarks.grids import read_grid
 from benchmarks.sources import source, sweep
-from benchmarks.sweep import read_rows
 from ds_zo.records.rows import Row, table
 from ds_zo.tasks.humaneval import HumanEval, HumanEvalChat, wilson
 from ds_zo.tasks.score import LOWER_IS_BETTER

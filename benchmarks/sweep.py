@@ -1,329 +1,74 @@
-"""Runs the cases of a grid as rows: several processes at once, resumable, within a time limit.
+"""Run a grid of training runs (method x task x learning rate x seed) as rows of a JSONL file; call again to continue.
 
-[Note: a sweep may be cut into pieces] A case that has a good row is not run again. When the time is up, running cases
-get SIGTERM and save a checkpoint. The next call resumes them if their folder still exists; otherwise they start again.
-A sweep can thus be done in pieces of minutes, on machines that keep only the file of rows. If the seconds of a case are
-known and it would not end within the piece, the next piece runs it, and a shorter case takes its place. A row is
-written when its case ends: a sweep that is killed loses only the running cases.
+    python launch/sweep.py --grid smoke --results runs/smoke.jsonl --jobs 2
+    python launch/sweep.py --grid mezo --model facebook/opt-1.3b --data-root DIR --results runs/mezo.jsonl --dry-run
 
-[Note: one GPU for several cases] Each process gets at most twice its share of the device's memory, so that a process
-that asks for too much fails alone, and its share of the cores. If the cases state their memory (`device_gb`), a case
-waits until it fits beside the running ones, and may take half as much again as it states.
+The accuracy table in calls of eight minutes, many runs at once on one GPU; the same command again continues. CUDA's
+multi-process service (`nvidia-cuda-mps-control -d`) lets their short kernels run side by side:
 
-[Note: forked from a warm server] Importing torch, transformers and DeepSpeed takes longer than a short case. A fork
-server imports them once and never initialises CUDA. PyTorch must then count devices through NVML, because a query of
-the driver would make CUDA unusable in every fork. If CUDA was initialised nevertheless, the child ends with the status
-`BAD_FORK`, and all later cases get fresh interpreters.
+    python launch/sweep.py --grid accuracy --choose-rates --model DIR --data-root DIR --results rows.jsonl --jobs 14 \\
+        --max-seconds 480
+    python -m benchmarks.accuracy rows.jsonl
+
+A case that has a row is not run again. A call begins no case that rows of like cases expect to end too late. Cases that
+are cut off run again in the next call. Arguments of launch/train.py after `--` are passed to every run:
+`-- --num-eval 200 --dtype fp32`.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
+import argparse
+import dataclasses
 import json
-import multiprocessing
+import math
 import os
-import re
-import shutil
-import signal
+import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from tempfile import TemporaryDirectory
 
-from tqdm import tqdm
+from benchmarks.accuracy import SELECT_SEED, SELECT_TASKS, best_rates, staged_cases, tuning_cases
+from benchmarks.grid import Grid, GridCase, GridError, read_rows, remaining, rows_of
+from benchmarks.grids import GRIDS, read_grid
+from ds_zo.bench.runner import HARNESS_KEYS, NOT_RUN, WARM, Case, prepare_to_fork, run_cases
+from ds_zo.records.rows import Row
 
-from benchmarks.grid import GridCase
-from ds_zo.bench.runner import end_with_parent
-from ds_zo.records.rows import Row, append_row, read_objects
-
-Listing = Callable[[Sequence[Row]], Sequence[GridCase]]
-"""A function from all rows so far to the cases that remain, in order. Rates that rows decide bring new cases."""
-Expectation = Callable[[GridCase, Sequence[Row]], "float | None"]
-"""Seconds a case will take; None: unknown."""
-Start = Literal["forkserver", "fork", "spawn"]
-"""How a process starts: as a fork of a warm server, as a fork of this process (which must not have initialised CUDA),
-or as a fresh interpreter."""
-PRELOAD = (
-    *("ds_zo.tasks", "deepspeed"),
-    *(
-        "transformers.modeling_utils",
-        "transformers.models.auto.modeling_auto",
-        "transformers.models.auto.tokenization_auto",
-    ),
-)
-BAD_FORK = 97
-"""Exit status of a child that cannot use CUDA because its parent had initialised it."""
-_LAST_WORDS = 1500
-_GRACE_SHARE = 0.1
-_MEMORY_SHARE = 0.9
-"""Share of the device's memory for all processes together: each has a CUDA context beside PyTorch's allocations."""
-_MEMORY_STRETCH = 2.0
-"""Factor by which a process may exceed its share of memory: few of the processes that run at once are large."""
+MODEL, DATA_ROOT = "DS_ZO_SWEEP_MODEL", "DS_ZO_SWEEP_DATA_ROOT"
+"""Variables that carry the paths to a case's process. Parameters of a row have no paths of the machine in them."""
 MOST_POINTS = 40
 """Most losses in a row's curve. They are means over equal spans if a run read more."""
-_STATED_STRETCH = 1.5
-"""Factor by which a process may exceed the memory that its case states, which is an estimate."""
-_LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+SAFETY = 1.15
+"""Factor on the seconds of like cases: other processes on the device change."""
+_WARM = (*WARM, "ds_zo.training.job", "transformers.models.auto.tokenization_auto")
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """The settings of a sweep that are not part of a case."""
-
-    script: Path
-    """The path of launch/train.py."""
-    results: Path
-    folder: Path
-    """The folder of the cases' folders, each with a JSON, a log and checkpoints; a case's folder is removed when its
-    row is written."""
-    model: str
-    data_root: Path | None = None
-    """The folder of the tasks' data folders; None: the tasks' own data."""
-    jobs: int = 1
-    max_seconds: float | None = None
-    grace_s: float | None = None
-    """Seconds of `max_seconds` in which running cases save checkpoints; None: a tenth, 45 at most."""
-    case_seconds: float | None = None
-    most_seconds: float | None = None
-    """Seconds after which a case is killed and recorded as a failure; None: no limit."""
-    arguments: tuple[str, ...] = ()
-    device_gb: float | None = None
-    """The device's memory, which cases that state theirs share; None: only `jobs` limits the processes at once."""
-    start: Start = "forkserver"
-    preload: tuple[str, ...] = PRELOAD
-    """Modules that are imported once, before the forks."""
-    fallback: Start = "spawn"
-    """How processes start after a child ended with `BAD_FORK`."""
-    environment: dict[str, str] = field(default_factory=dict)
-    num_points: int = MOST_POINTS
-
-    @property
-    def shared_gb(self) -> float:
-        """Device memory that running cases may state together."""
-        return float("inf") if self.device_gb is None else _MEMORY_SHARE * self.device_gb
-
-    def memory_share(self, case: GridCase) -> float | None:
-        """The fraction of the device's memory that a case's process may allocate; None: all of it."""
-        if self.jobs == 1:
-            return None
-        if self.device_gb is not None and case.device_gb is not None:
-            return min(_MEMORY_SHARE, _STATED_STRETCH * case.device_gb / self.device_gb)
-        return min(_MEMORY_SHARE, _MEMORY_STRETCH * _MEMORY_SHARE / self.jobs)
-
-    @property
-    def span_s(self) -> float:
-        """Seconds in which cases may run."""
-        return float("inf") if self.max_seconds is None else max(0.0, self.max_seconds - self.saving_s)
-
-    @property
-    def saving_s(self) -> float:
-        if self.grace_s is not None:
-            return self.grace_s
-        return 45.0 if self.max_seconds is None else min(45.0, _GRACE_SHARE * self.max_seconds)
-
-    def checkpoint(self, case: GridCase) -> Path:
-        """The file that exists if the case has a checkpoint to resume from."""
-        return self.folder / safe_name(case.key) / "checkpoints" / "latest"
-
-    def command(self, case: GridCase) -> list[str]:
-        """The arguments of launch/train.py for a case."""
-        folder = self.folder / safe_name(case.key)
-        command = ["--deepspeed", str(folder / "config.json"), "--model", self.model, "--task", case.task]
-        if self.data_root is not None and (self.data_root / case.task).is_dir():
-            command += ["--data-dir", str(self.data_root / case.task)]
-        command += ["--steps", str(case.steps), "--seed", str(case.seed), "--output-dir", str(folder), "--no-save"]
-        if case.steps:
-            command += ["--eval-every", str(case.eval_every), "--skip-zero-shot"]
-        if case.lora_rank is not None:
-            command += ["--lora-rank", str(case.lora_rank)]
-        if self.case_seconds is not None:
-            command += ["--max-seconds", f"{self.case_seconds:g}"]
-        command += [*case.arguments, *self.arguments]
-        if self.checkpoint(case).is_file():
-            command += ["--resume", "latest"]
-        return command
+# One case
 
 
-def safe_name(key: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._+-]", "-", key)
+def train(*, config: Row, options: Sequence[str], threads: int) -> Row:
+    """Trains as launch/train.py does, and returns the run's summary. Runs in the case's own process."""
+    import torch
 
+    from ds_zo.training.arguments import parse_args
+    from ds_zo.training.job import run_or_exit
 
-def read_rows(path: Path) -> list[Row]:
-    """Reads the rows of a file that may not exist yet."""
-    return [row for row in read_objects(path) if "key" in row] if path.is_file() else []
-
-
-def rows_of(paths: Iterable[Path]) -> list[Row]:
-    """Reads the rows of files that must exist: those that a table is made of."""
-    found = []
-    for path in paths:
-        if not path.is_file():
-            raise ValueError(f"looked for rows at {path}: not found")
-        found += read_rows(path)
-    return found
-
-
-def remaining(cases: Iterable[GridCase], rows: Sequence[Row]) -> list[GridCase]:
-    """Returns the cases that have no row, each once."""
-    settled = {row["key"] for row in rows}
-    found: dict[str, GridCase] = {}
-    for case in cases:
-        if case.key not in settled:
-            found.setdefault(case.key, case)
-    return list(found.values())
-
-
-def nothing_known(case: GridCase, rows: Sequence[Row]) -> float | None:
-    """The expectation of a case whose seconds nothing tells."""
-    return None
-
-
-def run(sweep: Sweep, listing: Listing, *, expectation: Expectation = nothing_known) -> int:
-    """Runs cases until none is left or the time is up. Returns the number of rows written."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // sweep.jobs)))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    start = sweep.start
-    context: Any = multiprocessing.get_context(start)
-    if sweep.start == "forkserver":  # [Note: forked from a warm server]
-        multiprocessing.set_forkserver_preload(list(sweep.preload))
-    elif sweep.start == "fork":
-        for name in sweep.preload:
-            importlib.import_module(name)
-    deadline = time.monotonic() + sweep.span_s
-    rows = read_rows(sweep.results)
-    running: list[_Running] = []
-    begun: set[str] = set()
-    waiting, num_rows = _waiting(listing, rows, begun), 0
-    previous = signal.signal(signal.SIGTERM, _interrupt)  # a `timeout` around the sweep must not leave its cases behind
-    bar = tqdm(total=len(waiting), desc="sweep", unit="run", mininterval=1.0)
-    try:
-        while (left_s := deadline - time.monotonic()) > 0:
-            while len(running) < sweep.jobs:
-                expected_s = [expectation(case, rows) for case in waiting]
-                free_gb = sweep.shared_gb - sum(job.case.device_gb or 0.0 for job in running)
-                case = next_case(sweep, waiting, expected_s, left_s, free_gb=free_gb)
-                if case is None:
-                    break
-                begun.add(case.key)
-                waiting.remove(case)
-                running.append(_Running(sweep, case, context, start))
-            if not running:
-                break
-            time.sleep(0.2)
-            for job in running:
-                job.end_if_hanging()
-            for job in [job for job in running if not job.process.is_alive()]:
-                running.remove(job)
-                if job.process.exitcode == BAD_FORK and start != sweep.fallback:
-                    start, context = sweep.fallback, multiprocessing.get_context(sweep.fallback)
-                if job.process.exitcode == BAD_FORK and job.start != start:
-                    begun.remove(job.case.key)
-                else:
-                    num_rows += job.finish()
-                    bar.update()
-                rows = read_rows(sweep.results)
-                waiting = _waiting(listing, rows, begun)
-                bar.total = num_rows + len(running) + len(waiting)
-            bar.set_postfix_str(", ".join(job.case.key for job in running)[:80], refresh=False)
-    finally:
-        num_rows += _stop(running, sweep.saving_s)
-        bar.close()
-        signal.signal(signal.SIGTERM, previous)
-    return num_rows
-
-
-def _waiting(listing: Listing, rows: Sequence[Row], begun: set[str]) -> list[GridCase]:
-    return [case for case in listing(rows) if case.key not in begun]
-
-
-def next_case(
-    sweep: Sweep,
-    waiting: Sequence[GridCase],
-    seconds: Sequence[float | None],
-    left_s: float,
-    *,
-    free_gb: float = float("inf"),
-) -> GridCase | None:
-    """Returns the first case that fits the rest of this piece and the free memory. If there is none, in the first half
-    of the piece, a case that is too long for any piece: checkpoints bring it to its end. See [Note: a sweep may be cut
-    into pieces]."""
-    too_long = None
-    for case, expected_s in zip(waiting, seconds, strict=True):
-        if (case.device_gb or 0.0) > free_gb:
-            continue
-        if expected_s is None or expected_s <= left_s or sweep.checkpoint(case).is_file():
-            return case
-        if too_long is None and expected_s > sweep.span_s < 2 * left_s:
-            too_long = case
-    return too_long
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise SystemExit(128 + number)
-
-
-def _stop(running: list[_Running], grace_s: float) -> int:
-    for job in running:
-        job.process.terminate()
-    end = time.monotonic() + grace_s
-    num_rows = 0
-    for job in running:
-        job.process.join(max(0.1, end - time.monotonic()))
-        if job.process.is_alive():
-            job.process.kill()
-            job.process.join()
-        num_rows += job.finish(stopped=True)
-    return num_rows
-
-
-class _Running:
-    """A case in its process."""
-
-    def __init__(self, sweep: Sweep, case: GridCase, context: Any, start: Start) -> None:
-        self.sweep, self.case, self.start = sweep, case, start
-        self.folder = sweep.folder / safe_name(case.key)
-        self.resumed = sweep.checkpoint(case).is_file()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.json").write_text(json.dumps(case.config, indent=2), encoding="utf-8")
-        (self.folder / "summary.json").unlink(missing_ok=True)
-        self.began = time.monotonic()
-        share = sweep.memory_share(case)  # [Note: one GPU for several cases]
-        arguments = (str(sweep.script), sweep.command(case), str(self.folder / "log.txt"), sweep.environment, share)
-        self.process = context.Process(target=_train, args=arguments, name=case.key)
-        self.process.start()
-
-    def end_if_hanging(self) -> None:
-        if self.sweep.most_seconds is not None and time.monotonic() - self.began > self.sweep.most_seconds:
-            self.process.kill()
-            self.process.join()
-
-    def finish(self, *, stopped: bool = False) -> int:
-        """Writes the row and returns 1; returns 0 for a stopped case, which has none yet."""
-        row: Row = {"key": self.case.key, **{k: v for k, v in asdict(self.case).items() if k != "arguments"}}
-        row["arguments"] = [*self.case.arguments, *self.sweep.arguments]
-        row |= {"wall_s": round(time.monotonic() - self.began, 1), "jobs": self.sweep.jobs, "resumed": self.resumed}
-        row |= {"start": self.start, "model": self.sweep.model}
-        summary = self.folder / "summary.json"
-        if summary.is_file():
-            found = json.loads(summary.read_text(encoding="utf-8"))
-            row |= {"status": "ok", **{k: v for k, v in found.items() if k not in ("config", "model_folder")}}
-            curve = found.get("curve") or []
-            row |= {"lr": self.case.lr, "curve": thinned(curve, self.sweep.num_points)}
-            row["first_step_s"] = first_step_s(curve)
-        elif stopped:
-            return 0
-        else:
-            log = self.folder / "log.txt"  # none where the process died before it could open one
-            words = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
-            row |= {"status": "failed", "exit": self.process.exitcode, "last_words": words[-_LAST_WORDS:]}
-        append_row(self.sweep.results, row)
-        if row["status"] == "ok":
-            shutil.rmtree(self.folder, ignore_errors=True)
-        return 1
+    torch.set_num_threads(threads)
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+        command = ["--deepspeed", str(path), "--model", os.environ[MODEL], "--output-dir", folder, "--no-save"]
+        data = Path(os.environ.get(DATA_ROOT, folder)) / options[options.index("--task") + 1]
+        command += ["--data-dir", str(data)] if data.is_dir() else []
+        run_or_exit(parse_args([*command, *options]))
+        summary = json.loads((Path(folder) / "summary.json").read_text(encoding="utf-8"))
+    curve = summary.get("curve") or []
+    left_out = {*HARNESS_KEYS, "config", "lr", "model", "model_folder", "checkpoint_folder"}
+    row = {key: value for key, value in summary.items() if key not in left_out}
+    return {**row, "curve": thinned(curve, MOST_POINTS), "first_step_s": first_step_s(curve)}
 
 
 def first_step_s(curve: Sequence[Row]) -> float | None:
@@ -341,32 +86,245 @@ def thinned(curve: Sequence[Row], num_points: int) -> list[Row]:
     return [{name: value for name, value in point.items() if value is not None} for point in kept]
 
 
-def _train(script: str, arguments: list[str], log: str, environment: dict[str, str], share: float | None) -> None:
-    """Runs launch/train.py in the child as a shell would, with its output in a file."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which sends SIGTERM
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    end_with_parent(signal.SIGTERM)
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    for stream in (1, 2):
-        os.dup2(file, stream)
-    sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1, encoding="utf-8", errors="replace")
-    for name in _LAUNCHER_VARIABLES:
-        os.environ.pop(name, None)
-    os.environ.update(environment)
-    import torch
+def options_of(case: GridCase, *, case_seconds: float | None, arguments: Sequence[str]) -> list[str]:
+    """The arguments of launch/train.py for a case, without paths."""
+    options = ["--task", case.task, "--steps", str(case.steps), "--seed", str(case.seed)]
+    options += ["--eval-every", str(case.eval_every), "--skip-zero-shot"] if case.steps else []
+    options += ["--lora-rank", str(case.lora_rank)] if case.lora_rank is not None else []
+    options += ["--max-seconds", f"{case_seconds:g}"] if case_seconds is not None else []
+    return [*options, *case.arguments, *arguments]
 
-    if torch.cuda._is_in_bad_fork():
-        os._exit(BAD_FORK)
-    if share is not None and torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(share)
-    spec = importlib.util.spec_from_file_location("launch_train", script)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.argv = [script, *arguments]
+
+def expected_s(case: GridCase, rows: Sequence[Row], *, jobs: int) -> float:
+    """Seconds that a case will take beside `jobs` - 1 others, from rows of like cases; 0: unknown."""
+    like = [case.method, case.task, case.steps, jobs]
+    walls = [row["wall_s"] for row in rows if [row.get(key) for key in ("method", "task", "steps", "jobs")] == like]
+    return SAFETY * statistics.median(walls) if walls else 0.0
+
+
+# Command
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--grid", default="smoke", metavar="NAME|FILE", help=f"{', '.join(GRIDS)}, or a JSON file")
+    parser.add_argument(
+        "--results", type=Path, required=True, metavar="FILE", help="rows; what has one is not run again"
+    )
+    parser.add_argument("--model", default="embedded", metavar="NAME_OR_PATH", help="as launch/train.py takes it")
+    parser.add_argument("--data-root", type=Path, metavar="DIR", help="holds a folder of JSONL files for each task")
+
+    part = parser.add_argument_group("part of the grid")
+    part.add_argument("--methods", metavar="A,B", help="these only")
+    part.add_argument("--tasks", metavar="A,B", help="instead of the grid's")
+    part.add_argument("--seeds", metavar="0,1", help="instead of the grid's")
+    part.add_argument("--lrs", metavar="1e-6,1e-7", help="instead of every method's own")
+    stage = part.add_mutually_exclusive_group()
+    stage.add_argument(
+        "--choose-rates",
+        action="store_true",
+        help=f"try methods' rates on {', '.join(SELECT_TASKS)} with seed {SELECT_SEED}, then run the grid at the best",
+    )
+    stage.add_argument("--tune", action="store_true", help="only the first half: try the rates")
+    stage.add_argument(
+        "--rates-from", type=Path, metavar="FILE", help="rows that say which rate each method did best with"
+    )
+    part.add_argument("--steps", type=int, metavar="N", help="instead of every method's own")
+    part.add_argument("--limit", type=int, metavar="N", help="the first N cases that have no row yet")
+
+    how = parser.add_argument_group("how to run it")
+    how.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at once (default: %(default)s)")
+    how.add_argument(
+        "--device-gb",
+        type=float,
+        metavar="GB",
+        help="the GPU's memory: with --jobs, as many runs at once as fit it, if the grid states their memory",
+    )
+    how.add_argument("--max-seconds", type=float, metavar="S", help="end within S seconds; the next call goes on")
+    how.add_argument(
+        "--case-seconds", type=float, metavar="S", help="seconds of training per case, for comparisons at equal time"
+    )
+    how.add_argument("--most-seconds", type=float, metavar="S", help="kill a case that takes longer, as a failure")
+    how.add_argument("--retry-failed", action="store_true", help="run cases again that failed, each once more")
+    how.add_argument("--spawn", action="store_true", help="start each case in a fresh interpreter instead of a fork")
+    how.add_argument("--dry-run", action="store_true", help="show the cases that would be run")
+    parser.add_argument("train_arguments", nargs="*", metavar="-- ...", help="for launch/train.py")
+
+    args = parser.parse_args(argv)
+    for name in ("jobs", "device_gb", "max_seconds", "case_seconds", "most_seconds", "steps", "limit"):
+        value = getattr(args, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {value}")
+    if args.results.is_dir():
+        parser.error(f"--results must be a file, got the folder {args.results}")
+    if args.data_root is not None and not args.data_root.is_dir():
+        parser.error(f"--data-root must be a folder, got {args.data_root}")
+    return args
+
+
+def chosen_grid(args: argparse.Namespace) -> Grid:
+    """Reads the grid and keeps the methods, tasks, seeds and rates that the command line names."""
+    grid = read_grid(args.grid)
+    methods = dict(grid.methods)
+    if args.methods:
+        wanted = args.methods.split(",")
+        unknown = [name for name in wanted if name not in methods]
+        if unknown:
+            raise GridError(
+                f"grid {args.grid} has the methods {', '.join(methods)}; got {', '.join(unknown)} (--methods)"
+            )
+        methods = {name: methods[name] for name in wanted}
+    if args.lrs:
+        lrs = tuple(float(lr) for lr in args.lrs.split(","))
+        methods = {name: dataclasses.replace(m, lrs=lrs if m.lrs else ()) for name, m in methods.items()}
+    return Grid(
+        methods,
+        tuple(args.tasks.split(",")) if args.tasks else grid.tasks,
+        tuple(int(seed) for seed in args.seeds.split(",")) if args.seeds else grid.seeds,
+        grid.arguments,
+    )
+
+
+def chosen_rates(path: Path, grid: Grid) -> dict[str, float]:
+    """Returns the best rate of each method in another sweep's rows. A method without one runs at the grid's rates; a
+    line on stdout names it."""
+    rows = rows_of([path])
+    tried = sorted({row["task"] for row in rows if row["status"] == "ok"})
+    rates = best_rates(rows, tasks=[task for task in SELECT_TASKS if task in tried] or tried)
+    wanted = {name: method.lr_of or name for name, method in grid.methods.items() if method.lrs}
+    untold = [name for name, source in wanted.items() if source not in rates]
+    if untold and len(untold) == len(wanted):
+        told = ", ".join(rates) or "no method"
+        raise GridError(f"{path} tells the rates of {told}, not of {', '.join(wanted)} (--rates-from)")
+    if untold:
+        print(f"{path} tells no rate of {', '.join(untold)}: run at the grid's own")
+    return rates
+
+
+class Listing:
+    """The cases that a command line selects. Rows bring new cases where they decide rates. Rows of another model decide
+    nothing.
+
+    `--retry-failed` and `--limit` refer to the rows and cases at the start of the command.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.grid = chosen_grid(args)
+        self.rates = chosen_rates(args.rates_from, self.grid) if args.rates_from else None
+        before = self._own()
+        failures = Counter(row["key"] for row in before if row["status"] != "ok") if args.retry_failed else Counter()
+        self._retried = {key for key, count in failures.items() if count == 1}
+        self._num_before = len(before)
+        self._only: set[str] | None = None
+        self._only = None if args.limit is None else {case.key for case in self.left()[: args.limit]}
+
+    def _own(self) -> list[Row]:
+        """The rows of this command's model. Its folder may be in another place on another machine."""
+        name = Path(self.args.model).name
+        return [row for row in read_rows(self.args.results) if Path(row.get("model", name)).name == name]
+
+    def cases(self, rows: Sequence[Row]) -> list[GridCase]:
+        if self.args.tune:
+            return tuning_cases(self.grid, steps=self.args.steps)
+        if self.args.choose_rates:
+            return staged_cases(self.grid, rows, steps=self.args.steps)
+        return list(self.grid.cases(lrs=self.rates, steps=self.args.steps))
+
+    def left(self) -> list[GridCase]:
+        """The cases that have no row."""
+        rows = self._own()
+        before = [row for row in rows[: self._num_before] if row["status"] == "ok" or row["key"] not in self._retried]
+        settling = [*before, *rows[self._num_before :]]
+        left = remaining(self.cases(settling), settling)
+        return [case for case in left if self._only is None or case.key in self._only]
+
+    def made_otherwise(self) -> list[str]:
+        """Keys of cases whose last row was made with other arguments than this command has."""
+        wanted = {case.key: [*case.arguments, *self.args.train_arguments] for case in self.cases(self._own())}
+        last = {row["key"]: row for row in self._own() if row["key"] in wanted and "arguments" in row}
+        return [key for key, row in last.items() if row["arguments"] != wanted[key]]
+
+    def to_run(self) -> list[Case]:
+        rows = self._own()
+        return [to_run(case, self.args, rows) for case in self.left()]
+
+
+def to_run(case: GridCase, args: argparse.Namespace, rows: Sequence[Row]) -> Case:
+    """The harness's case. `rows` tell how long it may take."""
+    options = options_of(case, case_seconds=args.case_seconds, arguments=args.train_arguments)
+    about = {key: value for key, value in asdict(case).items() if key != "config"}
+    about["arguments"] = [*case.arguments, *args.train_arguments]
+    threads = max(1, (os.cpu_count() or 1) // args.jobs)
+    return Case(
+        case.key,
+        "benchmarks.sweep:train",
+        {"config": case.config, "options": options, "threads": threads},
+        timeout_s=args.most_seconds or math.inf,
+        # With equal seconds of training, scoring comes on top.
+        expected_s=expected_s(case, rows, jobs=args.jobs) if args.case_seconds is None else 0.0,
+        device_gb=case.device_gb,
+        labels={"key": case.key, **about, "jobs": args.jobs, "model": args.model},
+    )
+
+
+def check_memory(cases: Sequence[Case], args: argparse.Namespace) -> None:
+    """Ends the command if cases of several jobs state their memory and the GPU's is not known."""
+    largest = max((case.device_gb or 0.0 for case in cases), default=0.0)
+    if largest and args.jobs > 1 and args.device_gb is None:
+        raise GridError(
+            f"runs of this grid take up to {largest:g} GB each, so that several at once need the GPU's memory: got "
+            "none (--device-gb)"
+        )
+
+
+def run(args: argparse.Namespace, cases: Sequence[Case], *, ends: float = math.inf) -> list[Row]:
+    """Runs the cases and returns their rows. `ends` is the `time.monotonic()` at which the call ends."""
+    os.environ[MODEL] = args.model
+    if args.data_root is not None:
+        os.environ[DATA_ROOT] = str(args.data_root)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    total_s = None if math.isinf(ends) else ends - time.monotonic()
+    given = {"spawn": args.spawn, "jobs": args.jobs, "device_gb": args.device_gb}
+    return run_cases(cases, out=args.results, warm=_WARM, total_s=total_s, **given)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    ends = time.monotonic() + (args.max_seconds or math.inf)
+    if argv is None and not args.dry_run:
+        prepare_to_fork()
     try:
-        spec.loader.exec_module(module)
-        module.main()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        listing = Listing(args)
+        cases = listing.to_run()
+        check_memory(cases, args)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    num_cases = len({case.key for case in listing.cases(read_rows(args.results))})
+    known = sum(case.expected_s for case in cases) / args.jobs
+    about = f", about {known:.0f} s" if known else ""
+    if args.case_seconds is not None:
+        about = f", {args.case_seconds:g} s of training each"
+    print(f"{num_cases} cases, {len(cases)} to run now{about}", flush=True)
+    if others := listing.made_otherwise():
+        print(
+            f"cases with rows of other arguments in {args.results}: {len(others)}, such as {others[0]}. They are not "
+            "run again: name another file to run them (--results)",
+            flush=True,
+        )
+    if args.dry_run:
+        for case in cases:
+            seconds = f" ({case.expected_s:.0f} s)" if case.expected_s else ""
+            print(f"{case.name}{seconds}: launch/train.py {' '.join(case.params['options'])}")
+        return
+    rows: list[Row] = []
+    while cases and all(row["status"] != NOT_RUN for row in rows):
+        rows += run(args, cases, ends=ends)
+        cases = listing.to_run()  # rows of the first cases may decide the rates of more
+    rows = [row for row in rows if row["status"] != NOT_RUN]
+    failed = sum(row["status"] != "ok" for row in rows)
+    print(f"{len(rows)} rows written to {args.results}, {failed} of them failures; {len(cases)} cases left")
+
+
+if __name__ == "__main__":
+    main()

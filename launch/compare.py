@@ -2,7 +2,7 @@
 """Stock ZeRO-Offload, ZeRO-3, ZenFlow, SuperOffload, AdamW, SGD, ZO, LOMO, AdaLOMO and LSP on the same model and data.
 
     python launch/compare.py --model random:llama-1.3b --batch 4 --seq 1024 --out runs/llama-1.3b
-    python launch/compare.py --preset results --resume --total-s 540 --out runs/results
+    python launch/compare.py --model random:opt-13b --device-memory-gb none,24 --resume --total-s 540 --out runs/opt-13b
 
 The same command as `ds-zo bench`, for a clone that is not installed. `--help` describes it.
 """

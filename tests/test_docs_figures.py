@@ -21,6 +21,7 @@ from benchmarks import (
     pages,
     recipe_speed,
     sources,
+    sweep,
     zo_plots,
     zo_speed,
 )
@@ -29,9 +30,8 @@ from ds_zo.bench.compare import main as compare
 from ds_zo.records.rows import Row
 
 REPO = Path(__file__).parents[1]
-sys.path[:0] = [str(REPO / "launch"), str(REPO / "tools")]
+sys.path.insert(0, str(REPO / "tools"))
 import draw_docs  # noqa: E402
-import sweep  # noqa: E402
 
 DOCS, RESULTS = REPO / "docs", REPO / "benchmarks" / "results"
 NAMES = [

@@ -11,37 +11,16 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from ds_zo.bench.contenders import ALL
 from ds_zo.bench.runner import NOT_RUN, Case, read_rows, run_cases
-from ds_zo.bench.table_cases import MACHINE, make_cases
+from ds_zo.bench.table_cases import MACHINE, make_cases, planned
 from ds_zo.records.rows import Row, append_row
 
-PLANNED_AS = {
-    "zo-streamed": "zo",
-    "zo-wire": "zo",
-    "lomo-streamed": "lomo",
-    "adamw-flat": "adamw",
-    "adamw-lean": "torch-adamw",
-    "lomo-optim": "lomo",
-    "lsp-projected": "lsp",
-    "zero2-offload": "zero-offload",
-    "zenflow": "zero-offload",
-    "zero3-offload": "zero-3-gpu-params",
-    "superoffload": "zero-3-gpu-params",
-    "zero3-offload-param": "zero-3",
-    "zero2-offload-bf16": "zero-offload-bf16",
-    "zero2-offload-bf16-act": "zero-offload-bf16",
-    "zero3-offload-bf16": "zero-3-gpu-params-bf16",
-    "zero3-offload-param-bf16": "zero-3-bf16",
-}
-"""By contender: the planner's method whose GPU memory is its own, or nearly. Contenders of one name are left out."""
 _CLOSE = 1.2
 """A size that is planned to need up to so many times the card's memory is tried after the size below it has run."""
 
@@ -113,34 +92,10 @@ def run_best(args: argparse.Namespace, *, folder: Path, run_id: str, device: str
             return ran(_case_of(args, name, size, device=device, cap_gb=cap_gb), folder / "trials.jsonl")
 
         sizes = sizes_of(args.batch, accumulates=ALL[whole.name].accumulates)
-        planned = _planned_by_size(args, whole.name, sizes, room_gb=room_gb)
-        best, rows = search(sizes, planned_gb=planned.__getitem__, room_gb=room_gb, run=run)
+        plans = planned(args, [(whole.name, size) for size in sizes], cap_gb=None if math.isinf(room_gb) else room_gb)
+        planned_gb = {size: plan.device_gb if plan else 0.0 for size, plan in zip(sizes, plans, strict=True)}
+        best, rows = search(sizes, planned_gb=planned_gb.__getitem__, room_gb=room_gb, run=run)
         append_row(out, best | {"tried": [_brief(row) for row in rows]})
-
-
-def planned_gb(args: argparse.Namespace, name: str, size: int, *, room_gb: float = math.inf) -> float:
-    """GPU memory in GB that the planner expects of a contender with micro-batches of `size`. Streaming contenders keep
-    as many blocks on the GPU as `room_gb` allows. With `--start-uncapped`, memory of the start does not count."""
-    from ds_zo.planner import load_model, plan
-
-    contender, method = ALL[name], PLANNED_AS.get(name, name)
-    found = plan(
-        load_model(args.model, batch=size, seq=args.seq, dtype=args.dtype),
-        device_memory_gb=None if math.isinf(room_gb) else room_gb,
-        backends=[method],
-        stream=(contender.ds_zo or {}).get("stream"),
-        offload="offload_param" in contender.zero_optimization if contender.backend else None,
-        checkpointing=not args.no_checkpointing,
-    )[method]
-    starts_whole = args.start_uncapped and contender.backend is None
-    return (found.device_nbytes if starts_whole else found.device_peak_nbytes) / 1e9
-
-
-def _planned_by_size(args: argparse.Namespace, name: str, sizes: Sequence[int], *, room_gb: float) -> dict[int, float]:
-    """`planned_gb` of each size, in a process of its own: a plan may initialise CUDA, and then no case could be forked
-    from this process."""
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        return dict(zip(sizes, pool.map(partial(planned_gb, args, name, room_gb=room_gb), sizes), strict=True))
 
 
 def _case_of(args: argparse.Namespace, name: str, size: int, *, device: str, cap_gb: float | None) -> Case:

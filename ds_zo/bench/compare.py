@@ -4,11 +4,10 @@ ds-zo bench --model random:llama-1.3b --batch 4 --seq 1024 --out results/llama-1
 ds-zo bench --model random:opt-13b --device-memory-gb none,24 --contenders zo,lomo-streamed --out results/opt-13b
 ds-zo bench --model random:llama-1.3b --batch 32 --contenders lomo,zero2-offload --accumulate zero2-offload=4
 ds-zo bench --model random:llama-1.3b --batch 32 --best-batch --device-memory-gb 24 --contenders lsp,zero2-offload
-ds-zo bench --preset results --resume --total-s 540 --out results    # again, until it says that nothing is left
 ds-zo bench --report-only --out results
 ds-zo bench --headline results/* --into . docs
 
-Several caps have a folder each: OUT/uncapped, OUT/24gb. A preset has one for each model around them.
+Several caps have a folder each: OUT/uncapped, OUT/24gb.
 """
 
 from __future__ import annotations
@@ -19,15 +18,22 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ds_zo.bench.best_batch import run_best
 from ds_zo.bench.builds import Builds
-from ds_zo.bench.groups import ELSEWHERE, CapPart, Group, Turn, listed
-from ds_zo.bench.result_set import PRESETS, arguments_of, tables_of
-from ds_zo.bench.runner import import_warm, new_run_id, prepare_to_fork, read_rows, run_cases, run_to_resume
-from ds_zo.bench.table_cases import MACHINE, carry_over, make_cases
+from ds_zo.bench.runner import (
+    NOT_RUN,
+    Case,
+    import_warm,
+    new_run_id,
+    prepare_to_fork,
+    read_rows,
+    run_cases,
+    run_to_resume,
+)
+from ds_zo.bench.table_cases import make_cases
 from ds_zo.records.rows import Row
 
 _LISTS = ("seconds", "warmup_seconds", "losses", "last_words", "versions", "params", "env", "link_gbps", "laps_s")
@@ -43,10 +49,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="random:SHAPE (random weights, say random:opt-6.7b), a local folder or a Hub name (default: %(default)s)",
     )
-    what.add_argument(
-        "--preset", choices=tuple(PRESETS), help="several models; a GPU runs each uncapped and with 24 GB"
-    )
-    what.add_argument("--only", metavar="A,B", help="of a preset's models, say llama-1.3b")
     what.add_argument("--layers", type=int, metavar="N", help="cut a random model's depth")
     what.add_argument("--batch", type=int, default=1, help="sequences a step (default: %(default)s)")
     what.add_argument(
@@ -106,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--dry-run",
         action="store_true",
-        help="list the cases with their planned memory and time, by calls of --total-s, and end",
+        help="list the cases with their planned memory and time, and end",
     )
     how.add_argument("--spawn", action="store_true", help="start each case in a fresh interpreter instead of a fork")
     how.add_argument("--no-profile", action="store_true", help="leave out bytes moved and exposed copies")
@@ -165,13 +167,11 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < least:
             raise ValueError(f"{name} must be >= {least}, got {value} (--{name})")
-    if args.best_batch and (args.preset or args.accumulate or args.layers or len(args.device_memory_gb) > 1):
+    if args.best_batch and (args.accumulate or args.layers or len(args.device_memory_gb) > 1):
         raise ValueError(
-            "the search for micro-batches takes one whole model and one cap: leave out --preset, --accumulate, "
-            "--layers and further caps (--best-batch)"
+            "the search for micro-batches takes one whole model and one cap: leave out --accumulate, --layers and "
+            "further caps (--best-batch)"
         )
-    if args.only and not args.preset:
-        raise ValueError("--only selects models of a preset: add --preset results, or name one model with --model")
     for name, value in (("timeout-s", args.timeout_s), ("max-s", args.max_s), ("total-s", args.total_s)):
         if value is not None and not value > 0:
             raise ValueError(f"{name} must be > 0 seconds, got {value:g} (--{name})")
@@ -191,129 +191,83 @@ def _compare(args: argparse.Namespace) -> None:
     _check(args)
     ends = time.monotonic() + (math.inf if args.total_s is None else args.total_s)
     builds = Builds(wanted=args.device != "cpu" and not args.dry_run)
-    device = args.device or _device()
-    named = tables_of(args.preset, args.only) if args.preset else ()
-    wanted = [arguments_of(args, table, device=device) for table in named] or [args]
-    tables = [_parts_of(each, device) for each in wanted]
-    groups = _groups(args, tables)
+    device, caps = args.device or _device(), args.device_memory_gb
+    tables = {
+        args.out if len(caps) == 1 else args.out / folder_of(cap): make_cases(args, device=device, device_memory_gb=cap)
+        for cap in caps
+    }
+    run_id = _run_id(args, tables)
     if args.dry_run:
-        print("\n".join(listed(groups, total_s=args.total_s)))
+        print("\n".join(_listed(tables)))
         return
-    for part in (part for parts in tables for part in parts):
-        write_configs({case.name: case.params for case in part.cases}, part.folder / "configs")
+    for folder, cases in tables.items():
+        write_configs({case.name: case.params for case in cases}, folder / "configs")
     try:
         if not args.spawn:
             import_warm()
         builds.wait()
-        if args.best_batch:
-            run_best(args, folder=args.out, run_id=groups[0].run_id, device=device, ends=ends)
-            best = last_run(args.out / "rows.jsonl", groups[0].run_id)
-            write_configs({row["case"]: row["params"] for row in best}, args.out / "configs")
-        else:
-            _run_groups(groups, args, device=device, ends=ends)
+        for folder, cases in tables.items():
+            if args.best_batch:
+                run_best(args, folder=folder, run_id=run_id, device=device, ends=ends)
+                best = last_run(folder / "rows.jsonl", run_id)
+                write_configs({row["case"]: row["params"] for row in best}, folder / "configs")
+            else:
+                run_cases(
+                    cases,
+                    out=folder / "rows.jsonl",
+                    run_id=run_id,
+                    resume=True,
+                    min_free_host_gib=args.min_free_host_gib,
+                    device=device,
+                    spawn=args.spawn,
+                    total_s=None if math.isinf(ends) else ends - time.monotonic(),
+                )
     finally:  # also on SIGTERM
-        for parts in tables:
-            begun = [part.folder for part in parts if part.out.exists()]
-            run_id = next(group.run_id for group in groups if group.parts is parts)
-            for folder, rows in runs_of(begun, run_id, needed=False):
-                print(_write(rows, folder, args))
-        if args.preset is not None:
-            _say_what_is_left(groups, args.out)
+        begun = [folder for folder in tables if (folder / "rows.jsonl").exists()]
+        for folder, rows in runs_of(begun, run_id, needed=False):
+            print(_write(rows, folder, args))
 
 
-def _parts_of(args: argparse.Namespace, device: str) -> list[CapPart]:
-    caps = args.device_memory_gb
-    return [
-        CapPart(
-            args.out if len(caps) == 1 else args.out / folder_of(cap),
-            make_cases(args, device=device, device_memory_gb=cap),
+def _run_id(args: argparse.Namespace, tables: Mapping[Path, Sequence[Case]]) -> str:
+    """The run that the rows belong to. A run whose rows have other settings of a table is not continued."""
+    parts = [(folder / "rows.jsonl", cases) for folder, cases in tables.items()]
+    found = args.run_id or (run_to_resume(*parts) if args.resume else None)
+    others = _differences(parts, found) if found else []
+    if others and args.run_id:
+        raise ValueError(
+            f"a table is of one model on one card, but run {args.run_id} in {args.out} has another "
+            f"{', '.join(others)}: name a new run, or another folder (--run-id, --out)"
         )
-        for cap in caps
-    ]
+    if others:
+        print(f"run {found} has another {', '.join(others)}: a new run begins here", file=sys.stderr)
+        found = None
+    return found or new_run_id()
 
 
-def _groups(args: argparse.Namespace, tables: Sequence[Sequence[CapPart]]) -> list[Group]:
-    """Returns the groups of a preset: the main tier of every model comes before the variants. On another machine, a run
-    that has its main tier is kept as it is."""
-    from ds_zo.bench.contenders import TIERS
-
-    tiers: list[str | None] = [None] if args.preset is None else list(TIERS)
-    run_ids = []
-    for parts in tables:
-        needed = [(part.out, part.of_tier(tiers[0])) for part in parts]
-        found = run_to_resume(*needed) if args.resume and not args.run_id else None
-        others = _differences(parts, args.run_id or found)
-        if others and args.run_id:
-            raise ValueError(
-                f"a table is of one model on one card, but run {args.run_id} in {parts[0].folder} has another "
-                f"{', '.join(others)}: name a new run, or another folder (--run-id, --out)"
-            )
-        if others:
-            print(f"run {found} has another {', '.join(others)}: a new run begins here", file=sys.stderr)
-            found = None
-        run_ids.append(args.run_id or found or new_run_id())
-    return [
-        Group(parts, tier, run_id, args.min_free_host_gib)
-        for tier in tiers
-        for parts, run_id in zip(tables, run_ids, strict=True)
-    ]
-
-
-def _differences(parts: Sequence[CapPart], run_id: str | None) -> list[str]:
+def _differences(parts: Sequence[tuple[Path, Sequence[Case]]], run_id: str) -> list[str]:
     """Returns the settings that the cases have otherwise than the rows of a run, of those that a whole table shares."""
     found = [
         key
-        for part in parts
-        for row in (part.rows_of(run_id).values() if run_id else ())
-        for case in part.cases[1:2]  # the first contender's: the machine's case has no such settings
+        for out, cases in parts
+        for row in (read_rows(out) if out.exists() else ())
+        for case in cases[1:2]  # the first contender's: the machine's case has no such settings
         for key in _OF_A_TABLE
-        if "spec" in row.get("params", ()) and row["params"]["spec"].get(key) != case.params["spec"][key]
+        if row["run_id"] == run_id
+        and row["status"] != NOT_RUN
+        and "spec" in row.get("params", ())
+        and row["params"]["spec"].get(key) != case.params["spec"][key]
     ]
     return list(dict.fromkeys(found))
 
 
-def _run_groups(groups: Sequence[Group], args: argparse.Namespace, *, device: str, ends: float) -> None:
-    """Runs groups one after the other. The rows that describe the machine count for all of them."""
-    from ds_zo.records.environment import machine_id
-
-    machine: list[Row] = []
-    turn = Turn()
-    for group in groups:
-        if args.preset is None or group.left():
-            left_s, room_s = group.left_s(), ends - time.monotonic()
-            if args.preset is not None and group.is_stuck():
-                print(f"{group.name}: {ELSEWHERE}", file=sys.stderr)
-            elif turn.takes(group, left_s=left_s, room_s=room_s):
-                known = [row | {"run_id": group.run_id} for row in machine[:1]]
-                _run_group(group, args, known=known, device=device, ends=ends)
-            else:
-                print(f"{group.name}: may take {left_s:.0f} s of {room_s:.0f}, left for --resume", file=sys.stderr)
-        here = [row for row in group.rows() if row.get("machine") == machine_id()]
-        machine += [row for row in here if row["case"] == MACHINE]
-
-
-def _run_group(group: Group, args: argparse.Namespace, *, known: Sequence[Row], device: str, ends: float) -> None:
-    """Runs one group. `known` are the rows of the machine that this call has measured."""
-    done = list(known)
-    for part in group.parts:
-        cases = part.of_tier(group.tier)
-        carry_over(done, cases, part.out)
-        done += run_cases(
-            cases,
-            out=part.out,
-            run_id=group.run_id,
-            resume=True,
-            min_free_host_gib=args.min_free_host_gib,
-            device=device,
-            spawn=args.spawn,
-            total_s=None if math.isinf(ends) else ends - time.monotonic(),
-        )
-
-
-def _say_what_is_left(groups: Sequence[Group], out: Path) -> None:
-    left = {(part.out, case.name) for group in groups if not group.is_stuck() for part, case in group.left()}
-    again = f"{len(left)} cases are left: the same command with --resume goes on" if left else "nothing is left"
-    print(f"{again}; pages: {out}/*/*/report.html")
+def _listed(tables: Mapping[Path, Sequence[Case]]) -> Iterator[str]:
+    """Lists every case with its planned memory and time."""
+    for folder, cases in tables.items():
+        yield f"{folder.name}: about {sum(case.expected_s for case in cases):.0f} s"
+        for case in cases[1:]:  # without the machine's
+            told = " ".join(f"{name}={value}" for name, value in case.env.items())
+            host = f", {case.planned_host_gb:.1f} GB of host memory" if case.planned_host_gb else ""
+            yield f"    {case.name:<24} {case.expected_s:4.0f} s{host} {told}".rstrip()
 
 
 def _write(rows: Sequence[Row], folder: Path, args: argparse.Namespace) -> str:

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 Section = dict[str, Any]
@@ -60,27 +59,17 @@ _BUDGET_SHARE = 0.96
 card."""
 
 
-TIERS = {
-    "main": (
-        *("zo", "lomo", "lsp", "lomo-streamed", "adamw", "sgd", "lomo-optim", "zero2-offload"),
-        *("zero3-offload-param", "zero3-offload", "zenflow", "superoffload"),
-    ),
-    "lean": (
-        *("adamw-lean", "adamw-flat", "zero2-offload-bf16", "zero3-offload-bf16", "zero3-offload-param-bf16"),
-        "zero2-offload-bf16-act",
-    ),
-    "variants": ("zo-streamed", "adalomo", "zo-wire", "lsp-projected"),
-}
-"""The order of runs. Every table has the contenders of `main`, the most important first. `lean` are stock DeepSpeed and
-AdamW in the least memory that they can do with. `variants` come last."""
+ORDER = (
+    *("zo", "lomo", "lsp", "lomo-streamed", "adamw", "sgd", "lomo-optim", "zero2-offload"),
+    *("zero3-offload-param", "zero3-offload", "zenflow", "superoffload"),
+    *("adamw-lean", "adamw-flat", "zero2-offload-bf16", "zero3-offload-bf16", "zero3-offload-param-bf16"),
+    *("zero2-offload-bf16-act", "zo-streamed", "adalomo", "zo-wire", "lsp-projected"),
+)
+"""The order of runs: the contenders that a table needs most, then stock DeepSpeed and AdamW in the least memory that
+they can do with, then variants."""
 EXACT_PINNING = {"DS_PIN_MEMORY_BACKEND": "native"}
-"""Variables that select DeepSpeed's own pinned memory. The default, PyTorch's, takes up to twice as much: see
-`_pinned`."""
+"""Variables that select DeepSpeed's own pinned memory. The default, PyTorch's, takes up to twice as much."""
 EXACTLY = "; pinned in exact sizes by DeepSpeed (" + ", ".join(f"{k}={v}" for k, v in EXACT_PINNING.items()) + ")"
-
-
-def _nothing(num_parameters: int, *, exact: bool = False) -> int:
-    return 0
 
 
 @dataclass(frozen=True)
@@ -94,12 +83,10 @@ class Contender:
     ds_zo: Section | None = None
     backend: str | None = None
     """Backend of ds_zo, which places the parameters itself; None: stock DeepSpeed or another package."""
-    host_bytes: Callable[..., int] = field(default=_nothing, compare=False)
-    """Least host memory in bytes for a number of parameters. A case that cannot have it is not started. `exact`: with
-    `EXACT_PINNING`, which takes less where DeepSpeed pins."""
-    device_bytes_each: int = 0
-    """Device bytes per parameter for weights and states in 16-bit training, if all of them stay on the device; 0
-    otherwise. It is the peak: stage 2 holds the weights twice while it flattens them."""
+    planned_as: str = ""
+    """The planner's method whose memory and seconds are this contender's own, or nearly."""
+    more_host_bytes_each: int = 0
+    """Bytes of host memory per parameter that the planner's method does not have."""
     period: int = 1
     """Steps after which the kinds of step repeat: timing fewer of them says little."""
     peer: str | None = None
@@ -121,50 +108,10 @@ class Contender:
         return f"{self.peer} is not installed" if absent else None
 
 
-def _pinned(nbytes: int, exact: bool) -> int:
-    """Bytes that a pinned request takes. PyTorch's allocator rounds it up to a power of two and keeps freed memory."""
-    return nbytes if exact or not nbytes else 1 << (nbytes - 1).bit_length()
-
-
-def _stage2_on_host(num_parameters: int, *, exact: bool = False, each: int = 4) -> int:
-    """Bytes of master weights and gradients, of `each` bytes, and of 16-bit staging, all pinned, and of two moments."""
-    states = 2 * each * num_parameters
-    return states + 2 * _pinned(each * num_parameters, exact) + _pinned(2 * num_parameters, exact)
-
-
-def _zenflow_on_host(num_parameters: int, *, exact: bool = False) -> int:
-    """Bytes of pinned buffers, which later move to shared memory, and of master weights, a stale copy of them, two sets
-    of gradients and two sets of moments."""
-    return 32 * num_parameters + 2 * _pinned(4 * num_parameters, exact) + 2 * num_parameters
-
-
-def _stage3_on_host(
-    num_parameters: int, *, exact: bool = False, group: int = _GROUP_NUMEL, weights: bool = False, each: int = 4
-) -> int:
-    """Bytes of master weights and moments, of `each` bytes, and of pinned gradients: in the master's dtype one request
-    per group, in 16 bits one request in all."""
-    whole, rest = divmod(num_parameters, group)
-    gradients = whole * _pinned(each * group, exact) + _pinned(each * rest, exact) + _pinned(2 * num_parameters, exact)
-    return 3 * each * num_parameters + gradients + (_pinned(2 * num_parameters, exact) if weights else 0)
-
-
-def _superoffload_on_host(num_parameters: int, *, exact: bool = False) -> int:
-    """Bytes as for stage 3, with a copy of the gradients in memory that the helper process shares, and its staging
-    buffer."""
-    group = min(_SUPER_GROUP_NUMEL, num_parameters)
-    there = _stage3_on_host(num_parameters, exact=exact, group=group)
-    return there + 4 * num_parameters + _pinned(4 * group, exact)
-
-
-def _streamed_on_host(num_parameters: int, *, exact: bool = False, each: int = 2) -> int:
-    """Bytes of 16-bit weights, and of float32's low bits if the master is split. Blocks that later stay on the device
-    are loaded here first."""
-    return each * num_parameters
-
-
 def _ours(name: str, title: str, settings: str, **sections: Any) -> Contender:
     optimizer = sections.pop("optimizer")
-    return Contender(name, title, settings, optimizer, **sections, backend=str(optimizer["type"]).lower())
+    backend = str(optimizer["type"]).lower()
+    return Contender(name, title, settings, optimizer, **sections, backend=backend, planned_as=backend)
 
 
 ALL: dict[str, Contender] = {
@@ -176,7 +123,7 @@ ALL: dict[str, Contender] = {
             "stage 0, torch's fused kernel, float32 master weights and moments on the GPU",
             _FUSED_ADAMW,
             {"stage": 0},
-            device_bytes_each=20,
+            planned_as="adamw",
         ),
         Contender(
             "adamw-flat",
@@ -184,7 +131,7 @@ ALL: dict[str, Contender] = {
             "stage 1, whose only rank keeps all: torch's fused kernel over one flat float32 buffer, no norm computed",
             _FUSED_ADAMW,
             {"stage": 1, "overlap_comm": True, "contiguous_gradients": True, "compute_grad_norm": False},
-            device_bytes_each=16,
+            planned_as="adamw",
         ),
         Contender(
             "adamw-lean",
@@ -192,8 +139,8 @@ ALL: dict[str, Contender] = {
             "torch alone, fused kernel, weights, gradients and moments in the model's dtype",
             _ADAMW,
             {"stage": 0},
-            device_bytes_each=8,
             peer="torch",
+            planned_as="torch-adamw",
         ),
         Contender(
             "sgd",
@@ -201,7 +148,7 @@ ALL: dict[str, Contender] = {
             "stage 0, no momentum, float32 master weights on the GPU",
             {"type": "SGD", "params": {"lr": 1e-2, "weight_decay": 0.0}},
             {"stage": 0},
-            device_bytes_each=12,
+            planned_as="sgd",
         ),
         Contender(
             "zero2-offload",
@@ -209,8 +156,7 @@ ALL: dict[str, Contender] = {
             "stock: pinned, overlap_comm, 500 M buckets, DeepSpeedCPUAdam on all cores",
             _ADAMW,
             _OFFLOAD2,
-            host_bytes=_stage2_on_host,
-            device_bytes_each=4,
+            planned_as="zero-offload",
         ),
         Contender(
             "zero3-offload",
@@ -218,8 +164,7 @@ ALL: dict[str, Contender] = {
             "stock: pinned, overlap_comm, 500 M buckets and prefetch, DeepSpeedCPUAdam on all cores",
             _ADAMW,
             _OFFLOAD3,
-            host_bytes=_stage3_on_host,
-            device_bytes_each=2,
+            planned_as="zero-3-gpu-params",
         ),
         Contender(
             "zero3-offload-param",
@@ -227,7 +172,7 @@ ALL: dict[str, Contender] = {
             "stock: as zero3-offload, with offload_param pinned",
             _ADAMW,
             {**_OFFLOAD3, "offload_param": _HOST},
-            host_bytes=partial(_stage3_on_host, weights=True),
+            planned_as="zero-3",
         ),
         Contender(
             "zero2-offload-bf16",
@@ -235,9 +180,8 @@ ALL: dict[str, Contender] = {
             "stock: as zero2-offload, bf16_master_weights_and_grads and bf16_optimizer_states",
             _ADAMW,
             _OFFLOAD2,
-            host_bytes=partial(_stage2_on_host, each=2),
-            device_bytes_each=4,
             bf16=_BF16_STATES,
+            planned_as="zero-offload-bf16",
         ),
         Contender(
             "zero2-offload-bf16-act",
@@ -245,10 +189,9 @@ ALL: dict[str, Contender] = {
             "stock: as zero2-offload-bf16, inputs of recomputed blocks in pinned host memory",
             _ADAMW,
             _OFFLOAD2,
-            host_bytes=partial(_stage2_on_host, each=2),
-            device_bytes_each=4,
             bf16=_BF16_STATES,
             offloads_activations=True,
+            planned_as="zero-offload-bf16",
         ),
         Contender(
             "zero3-offload-bf16",
@@ -256,9 +199,8 @@ ALL: dict[str, Contender] = {
             "stock: as zero3-offload, bf16_master_weights_and_grads and bf16_optimizer_states",
             _ADAMW,
             _OFFLOAD3,
-            host_bytes=partial(_stage3_on_host, each=2),
-            device_bytes_each=2,
             bf16=_BF16_STATES,
+            planned_as="zero-3-gpu-params-bf16",
         ),
         Contender(
             "zero3-offload-param-bf16",
@@ -266,8 +208,8 @@ ALL: dict[str, Contender] = {
             "stock: as zero3-offload-param, bf16_master_weights_and_grads and bf16_optimizer_states",
             _ADAMW,
             {**_OFFLOAD3, "offload_param": _HOST},
-            host_bytes=partial(_stage3_on_host, weights=True, each=2),
             bf16=_BF16_STATES,
+            planned_as="zero-3-bf16",
         ),
         Contender(
             "zenflow",
@@ -285,9 +227,9 @@ ALL: dict[str, Contender] = {
                     "overlap_step": True,
                 },
             },
-            host_bytes=_zenflow_on_host,
-            device_bytes_each=4,
             period=4,
+            planned_as="zero-offload",
+            more_host_bytes_each=14,
         ),
         Contender(
             "superoffload",
@@ -301,8 +243,8 @@ ALL: dict[str, Contender] = {
                 "sub_group_size": _SUPER_GROUP_NUMEL,
                 "offload_optimizer": {**_HOST, "ratio": 0.9, "super_offload": True, "cpuadam_cores_perc": 0.9},
             },
-            host_bytes=_superoffload_on_host,
-            device_bytes_each=2,
+            planned_as="zero-3-gpu-params",
+            more_host_bytes_each=4,
         ),
         _ours(
             "zo",
@@ -311,8 +253,6 @@ ALL: dict[str, Contender] = {
             optimizer={"type": "ZO", "params": {"lr": 1e-6, "weight_decay": 0.0, "zo_eps": 1e-3}},
             zero_optimization={"stage": 0, "offload_param": _HOST},
             ds_zo={"stream": {}},
-            host_bytes=partial(_streamed_on_host, each=4),
-            device_bytes_each=2,
         ),
         _ours(
             "zo-streamed",
@@ -321,7 +261,6 @@ ALL: dict[str, Contender] = {
             optimizer={"type": "ZO", "params": {"lr": 1e-6, "weight_decay": 0.0, "zo_eps": 1e-3}},
             zero_optimization={"stage": 0, "offload_param": _HOST},
             ds_zo={"stream": {"resident_blocks": 0}},
-            host_bytes=partial(_streamed_on_host, each=4),
         ),
         _ours(
             "zo-wire",
@@ -330,7 +269,6 @@ ALL: dict[str, Contender] = {
             optimizer={"type": "ZO", "params": {"lr": 1e-6, "weight_decay": 0.0, "zo_eps": 1e-3}},
             zero_optimization={"stage": 0, "offload_param": _HOST},
             ds_zo={"stream": {"resident_blocks": 0, "master": "wire"}},
-            host_bytes=_streamed_on_host,
         ),
         _ours(
             "lomo",
@@ -338,7 +276,6 @@ ALL: dict[str, Contender] = {
             "parameters on the GPU, one backward pass, stochastic rounding",
             optimizer={"type": "LOMO", "params": {"lr": 1e-2, "weight_decay": 0.0}},
             zero_optimization={"stage": 0},
-            device_bytes_each=2,
             accumulates=False,
         ),
         _ours(
@@ -348,8 +285,6 @@ ALL: dict[str, Contender] = {
             optimizer={"type": "LOMO", "params": {"lr": 1e-2, "weight_decay": 0.0}},
             zero_optimization={"stage": 0, "offload_param": _HOST},
             ds_zo={"stream": {}},
-            host_bytes=_streamed_on_host,
-            device_bytes_each=2,
             accumulates=False,
         ),
         _ours(
@@ -358,7 +293,6 @@ ALL: dict[str, Contender] = {
             "parameters on the GPU, factored second moments",
             optimizer={"type": "AdaLOMO", "params": {"lr": 5e-4, "weight_decay": 0.0}},
             zero_optimization={"stage": 0},
-            device_bytes_each=2,
             accumulates=False,
         ),
         *(
@@ -368,7 +302,6 @@ ALL: dict[str, Contender] = {
                 f"d = 512, r = 4, learned projectors, {edge_settings}, float32 payload",
                 optimizer={"type": "LSP", "params": {**_ADAMW["params"], "edge": edge}},
                 zero_optimization={"stage": 0, "offload_optimizer": _HOST},
-                device_bytes_each=2,
             )
             for name, title, edge, edge_settings in (
                 ("lsp", "LSP", "dense", "embedding and head trained whole"),
@@ -381,18 +314,17 @@ ALL: dict[str, Contender] = {
             "the authors' package, fused_backward, no clipping, nearest rounding",
             {"type": "Lomo", "params": {"lr": 1e-2}},
             {"stage": 0},
-            device_bytes_each=2,
             peer="lomo_optim",
             accumulates=False,
+            planned_as="lomo",
         ),
     )
 }
 
 
 def in_order_of_runs(names: Sequence[str] | None) -> list[Contender]:
-    """Returns the contenders of `chosen` in the order of `TIERS`."""
-    place = {name: i for i, name in enumerate(name for tier in TIERS.values() for name in tier)}
-    return sorted(chosen(names), key=lambda contender: place[contender.name])
+    """Returns the contenders of `chosen` in the order of `ORDER`."""
+    return sorted(chosen(names), key=lambda contender: ORDER.index(contender.name))
 
 
 def settings_of(

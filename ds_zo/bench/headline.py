@@ -151,7 +151,7 @@ def markdown(parts: Sequence[MeasuredModel], *, root: str, plot: str | None, row
         "Made by the command below; `--contenders NAME` selects a line:",
         "",
         "```bash",
-        *_commands(parts, root),
+        *_commands(parts),
         "```",
         "",
         "</details>",
@@ -241,36 +241,27 @@ def _not_measured(parts: Sequence[MeasuredModel]) -> list[str]:
     return [f"Not measured: {', '.join(names)}: {why}." for why, names in whose.items()]
 
 
-def _commands(parts: Sequence[MeasuredModel], root: str) -> list[str]:
+def _commands(parts: Sequence[MeasuredModel]) -> list[str]:
     """Returns the commands that make such rows, from the parameters in the rows."""
-    from ds_zo.bench.result_set import PRESETS
-
-    told = {(part.spec["model"], part.spec["batch"], part.spec["length"]) for part in parts}
-    for name, tables in PRESETS.items():
-        made = [table.folder for table in tables if (table.model, table.batch, table.seq) in told]
-        if len(made) == len(told):
-            only = f" --only {','.join(made)}" if len(made) < len(tables) else ""
-            # a folder other than that of these rows, which a reader wants to keep
-            return [command_of(parts[0].spec, f"--preset {name}{only} --resume", f"runs/{name}", model=False)]
-    models = dict.fromkeys(part.model for part in parts)
     lines = []
-    for model in models:
+    for model in dict.fromkeys(part.model for part in parts):
         of_model = [part for part in parts if part.model == model]
         caps = ",".join("none" if part.cap_gb is None else f"{part.cap_gb:g}" for part in of_model)
-        out = Path(root) / of_model[0].folder.parent.name if len(of_model) > 1 else Path(root) / of_model[0].folder.name
-        lines.append(command_of(of_model[0].spec, f"--device-memory-gb {caps}", str(out)))
+        spec = of_model[0].spec
+        # a folder other than that of these rows, which a reader wants to keep
+        out = f"runs/results/{Path(spec['model'].removeprefix('random:')).name}"
+        lines.append(command_of(spec, f"--device-memory-gb {caps} --resume", out))
     return lines
 
 
-def command_of(spec: Row, what: str, out: str, *, model: bool = True) -> str:
-    """Returns the command that makes rows of such a spec. `what`: its further arguments. `model`: names the model."""
+def command_of(spec: Row, what: str, out: str) -> str:
+    """Returns the command that makes rows of such a spec. `what`: its further arguments."""
     from ds_zo.bench.compare import add_arguments
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    given = {key: spec[key] for key in ("steps", "warmup", "max_s", "dtype", "layers", "seed")}
-    if model:
-        given = {"model": spec["model"], "batch": spec["batch"], "seq": spec["length"], **given}
+    given = {"model": spec["model"], "batch": spec["batch"], "seq": spec["length"]}
+    given |= {key: spec[key] for key in ("steps", "warmup", "max_s", "dtype", "layers", "seed")}
     options = [
         f"--{key.replace('_', '-')} {shlex.quote(str(value))}"
         for key, value in given.items()

@@ -7,6 +7,10 @@ a fork cannot use CUDA, unless PYTORCH_NVML_BASED_CUDA_CHECK is set: commands ca
 a fresh interpreter instead of a fork in two cases: the parent has initialised CUDA, or the case sets variables that
 libraries read when they are loaded. The child freezes the objects that it inherits. Otherwise a full garbage collection
 would traverse the parent's 400,000 objects and copy their pages, 0.3 to 0.6 s in the middle of a timed step.
+
+[Note: one device for several cases] Each process gets at most twice its share of the device's memory, so that a process
+that asks for too much fails alone. Cases that state their memory (`device_gb`) wait until it fits beside the running
+ones, and may take half as much again as they state.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -72,6 +77,10 @@ NOT_RUN = "not run"
 VOID = "void"
 """Status that a person writes into a row whose failure the harness caused; `error` says why."""
 _STOPPED = "stopped from outside (SIGTERM)"
+_DEVICE_SHARE = 0.9
+"""Share of the device's memory for all processes together: each has a CUDA context beside PyTorch's allocations."""
+_EQUAL_STRETCH, _STATED_STRETCH = 2.0, 1.5
+"""Factors by which a process may exceed an equal share of that memory, or the memory that its case states."""
 _BAD_FORK = 97
 """Exit status of a forked child that found CUDA initialised by its parent."""
 
@@ -91,6 +100,10 @@ class Case:
     skipped."""
     expected_s: float = 0.0
     """Seconds that the case is expected to take; 0: unknown. It is not started when a call has less time left."""
+    device_gb: float | None = None
+    """Device memory in GB by which cases that run at once share the device; None: an equal share."""
+    labels: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the case's row, however the case ends."""
 
     @property
     def config_hash(self) -> str:
@@ -128,6 +141,8 @@ def run_cases(
     device: str = "cuda",
     spawn: bool = False,
     total_s: float | None = None,
+    jobs: int = 1,
+    device_gb: float | None = None,
     on_row: Callable[[Row], None] | None = None,
 ) -> list[Row]:
     """Runs the cases and returns one row for each; appends each row to `out` and passes it to `on_row`. Tables compare
@@ -136,8 +151,9 @@ def run_cases(
     `only` selects cases by name, as `is_named_like` matches it. `resume` continues the last run of `out`: a case that
     has a row there keeps it. On another machine than that run's, `resume` begins a new run, unless no row is missing. A
     child is stopped when the host has less than `min_free_host_gib` left. The call ends after `total_s` seconds: the
-    running case and the remaining ones get rows with status `not run`, which `resume` runs later. SIGTERM ends the call
-    in the same way, and then the process.
+    running cases and the remaining ones get rows with status `not run`, which `resume` runs later. SIGTERM ends the
+    call in the same way, and then the process. `jobs` cases run at once: [Note: one device for several cases].
+    `device_gb` is the device's memory, where cases state theirs.
     """
     ends = time.monotonic() + (math.inf if total_s is None else total_s)
     chosen = [case for case in cases if only is None or is_named_like(case.name, only)]
@@ -162,25 +178,24 @@ def run_cases(
         known = has_row
     run_id = run_id or (begun[0]["run_id"] if begun else new_run_id())
     common = {"run_id": run_id, "device": device, **found}
-    harness = _Harness(min_free_bytes=int(min_free_host_gib * 2**30), spawn=spawn)
-    results: list[Row] = []
-    bar = _CaseBar(total=len(chosen), unit="case", file=sys.stderr, dynamic_ncols=True, disable=None)
+    harness = _Harness(
+        min_free_bytes=int(min_free_host_gib * 2**30), spawn=spawn, jobs=jobs, device_gb=device_gb, ends=ends
+    )
+    rows = {id(case): row for case in chosen if (row := known.get((case.name, case.config_hash))) is not None}
+    bar = _CaseBar(total=len(chosen), initial=len(rows), unit="case", file=sys.stderr, dynamic_ncols=True, disable=None)
     with bar, _stopping_on_sigterm(harness):
-        for case in chosen:
-            bar.set_description(case.name)
-            row = known.get((case.name, case.config_hash))
-            if row is None:
-                row = common | harness.run(case, ends=ends)
-                if out is not None:
-                    append_row(out, row)
-                if on_row is not None:
-                    on_row(row)
-            results.append(row)
+        for case, outcome in harness.rows([case for case in chosen if id(case) not in rows], say=bar.set_description):
+            row = common | outcome
+            rows[id(case)] = row
+            if out is not None:
+                append_row(out, row)
+            if on_row is not None:
+                on_row(row)
             if bar.disable:  # no terminal: a line for each case
-                print(f"{len(results)}/{len(chosen)} {case.name}: {row['status']}", file=sys.stderr, flush=True)
+                print(f"{len(rows)}/{len(chosen)} {case.name}: {row['status']}", file=sys.stderr, flush=True)
             bar.update()
             bar.set_postfix_str(f"{case.name}: {row['status']}", refresh=True)
-    return results
+    return [rows[id(case)] for case in chosen]
 
 
 def is_named_like(name: str, pattern: str) -> bool:
@@ -234,108 +249,183 @@ class _CaseBar(tqdm):
 class _Harness:
     """Starts child processes, watches them, and records how each of them ended."""
 
-    def __init__(self, *, min_free_bytes: int, spawn: bool) -> None:
+    def __init__(self, *, min_free_bytes: int, spawn: bool, jobs: int, device_gb: float | None, ends: float) -> None:
         self._min_free_bytes = min_free_bytes
         self._spawn = spawn
+        self._jobs = jobs
+        self._device_gb = device_gb
+        self._ends = ends
+        """The `time.monotonic()` at which the call ends."""
+        self._running: list[_Child] = []
         self._last_end = -math.inf
         self.stop_requested = False
         """Whether SIGTERM has asked the call to end."""
 
-    def run(self, case: Case, *, ends: float) -> Row:
-        """Runs one case. `ends` is the `time.monotonic()` at which the whole call ends."""
-        row: Row = {
-            "case": case.name,
-            "target": case.target,
-            "params": case.params,
-            "env": dict(case.env),
-            "config_hash": case.config_hash,
-            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        }
+    def rows(self, cases: Sequence[Case], *, say: Callable[[str], object]) -> Iterator[tuple[Case, Row]]:
+        """Runs the cases, and yields each of them with its row when it has one. `say` is told the last one begun."""
+        waiting = list(cases)
+        try:
+            while waiting or self._running:
+                while len(self._running) < self._jobs and (case := self._next(waiting)) is not None:
+                    waiting.remove(case)
+                    say(case.name)
+                    free = self._free_bytes(case)
+                    refused = self._refused(case, free)
+                    if refused is None:
+                        self._running.append(_Child(case, free, spawn=self._spawn, share=self._share(case)))
+                    else:
+                        yield case, _about(case) | refused | {"wall_s": 0.0}
+                for child in [child for child in self._running if self._has_ended(child)]:
+                    self._running.remove(child)
+                    self._last_end = time.monotonic()
+                    row = child.close()
+                    if child.exit_status == _BAD_FORK and child.is_fork:
+                        self._spawn = True
+                        waiting.insert(0, child.case)
+                    else:
+                        yield child.case, _about(child.case, child.started) | row
+                if self._running:
+                    time.sleep(_POLL_S)
+        finally:
+            for child in self._running:
+                child.close()
+
+    def _next(self, waiting: Sequence[Case]) -> Case | None:
+        """The first case whose memory fits beside the running ones. Any case fits alone."""
+        if self._device_gb is None or not self._running:
+            return waiting[0] if waiting else None
+        free_gb = _DEVICE_SHARE * self._device_gb - sum(child.case.device_gb or 0.0 for child in self._running)
+        return next((case for case in waiting if (case.device_gb or 0.0) <= free_gb), None)
+
+    def _share(self, case: Case) -> float | None:
+        """The fraction of the device's memory that a case's process may allocate; None: all of it."""
+        if self._jobs == 1:
+            return None
+        if self._device_gb is not None and case.device_gb is not None:
+            return min(_DEVICE_SHARE, _STATED_STRETCH * case.device_gb / self._device_gb)
+        return min(_DEVICE_SHARE, _EQUAL_STRETCH * _DEVICE_SHARE / self._jobs)
+
+    def _refused(self, case: Case, free_bytes: int) -> Row | None:
+        """Status and reason of a case that is not started; None: it is."""
         if self.stop_requested:
-            return row | {"status": NOT_RUN, "error": f"{_STOPPED}; --resume runs it", "wall_s": 0.0}
-        free = self._free_bytes(case)
-        room_gb = (free - self._min_free_bytes) / 1e9
+            return {"status": NOT_RUN, "error": f"{_STOPPED}; --resume runs it"}
+        room_gb = (free_bytes - self._min_free_bytes) / 1e9
         if case.planned_host_gb is not None and case.planned_host_gb > room_gb:
             reason = f"not run: planned {case.planned_host_gb:.1f} of {room_gb:.1f} GB of host memory"
-            return row | {"status": "skipped", "error": reason, "wall_s": 0.0}
-        left_s = ends - time.monotonic()
+            return {"status": "skipped", "error": reason}
+        left_s = self._ends - time.monotonic()
         if left_s < max(0.0, case.expected_s):
             wants = f": may take {case.expected_s:.0f} s, {max(0.0, left_s):.0f} s were left" if case.expected_s else ""
-            return row | {"status": NOT_RUN, "error": f"time (--total-s){wants}; --resume runs it", "wall_s": 0.0}
-        with tempfile.TemporaryDirectory(prefix="ds_zo_bench_") as folder:
-            (Path(folder) / "log").touch()
-            start = time.perf_counter()
-            outcome = self._one(case, Path(folder), free, ends=ends)
-            self._last_end = time.monotonic()
-            outcome["wall_s"] = round(time.perf_counter() - start, 3)
-        return row | outcome
+            return {"status": NOT_RUN, "error": f"time (--total-s){wants}; --resume runs it"}
+        return None
 
     def _free_bytes(self, case: Case) -> int:
-        """Free bytes of the host. If this case needs more, waits for up to `_SETTLE_S` until the memory of the case
-        before is free."""
+        """Free bytes of the host. If this case needs more and no other runs, waits for up to `_SETTLE_S` until the
+        memory of the case before is free."""
         from ds_zo.records.environment import host_free_bytes, host_total_bytes
 
         needed = (case.planned_host_gb or 0.0) * 1e9 + self._min_free_bytes
-        may_come = needed <= host_total_bytes()
+        may_come = needed <= host_total_bytes() and not self._running
         while (free := host_free_bytes()) < needed and may_come and time.monotonic() < self._last_end + _SETTLE_S:
             time.sleep(_POLL_S)
         return free
 
-    def _one(self, case: Case, folder: Path, free_bytes: int, *, ends: float) -> Row:
-        begun = time.time()
-        env = {**single_process(), **case.env}
-        at_load = [name for name in case.env if not name.startswith(_READ_AT_USE)]
-        forks = not self._spawn and not any(name.startswith(_READ_AT_LOAD) for name in at_load)
-        start = _fork if forks and not _cuda_was_touched() else _start_interpreter
-        pid = start(case, folder, env)
-        with _ended(pid):
-            watched = self._watch(pid, case, free_bytes, ends=ends)
-        if watched.exit_status == _BAD_FORK and forks:
-            self._spawn = True
-            return self._one(case, folder, free_bytes, ends=ends)
-        outcome: Row = {
-            "last_words": _last_words(folder / "log"),
-            "host_drop_gb": round(watched.host_drop_bytes / 1e9, 3),
-        }
-        if watched.stopped is not None:
-            _remove_locks(begun)
-        # A stopped child may have a result too: after writing it, freeing tens of pinned gigabytes takes seconds.
-        with suppress(OSError, json.JSONDecodeError):
-            return outcome | json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        if watched.stopped is not None:
-            status, reason = watched.stopped
-            return outcome | {"status": status, "error": reason}
-        if watched.exit_status == -signal.SIGKILL:
-            return outcome | {"status": "killed", "error": "killed from outside, as the kernel does out of memory"}
-        return outcome | {"status": "crash", "error": f"ended without a result, exit status {watched.exit_status}"}
-
-    def _watch(self, pid: int, case: Case, free_bytes: int, *, ends: float) -> _Watched:
+    def _has_ended(self, child: _Child) -> bool:
+        """Whether a child has ended, or has been stopped here."""
         from ds_zo.records.environment import host_free_bytes
 
-        deadline = time.monotonic() + case.timeout_s
-        least = free_bytes
-        while True:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                return _Watched(os.waitstatus_to_exitcode(status), None, max(0, free_bytes - least))
-            free = host_free_bytes()
-            least = min(least, free)
-            stopped = None
-            if free < self._min_free_bytes:
-                stopped = ("killed", f"stopped with {free / 2**30:.1f} GiB of host memory left")
-            elif time.monotonic() > deadline:
-                stopped = ("timeout", f"no answer within {case.timeout_s:g} s")
-            elif time.monotonic() > ends:
-                stopped = (NOT_RUN, "time (--total-s): stopped before it was done; --resume runs it")
-            elif self.stop_requested:
-                stopped = (NOT_RUN, f"{_STOPPED} before it was done; --resume runs it")
-            if stopped is not None:
-                if stopped[0] != "killed":
-                    os.kill(pid, signal.SIGUSR1)  # faulthandler writes the stack to the log
-                    time.sleep(_LAST_WORDS_S)
-                _end(pid)
-                return _Watched(None, stopped, max(0, free_bytes - least))
-            time.sleep(_POLL_S)
+        if child.poll():
+            return True
+        free = host_free_bytes()
+        child.least_bytes = min(child.least_bytes, free)
+        if free < self._min_free_bytes:
+            child.stop("killed", f"stopped with {free / 2**30:.1f} GiB of host memory left")
+        elif time.monotonic() > child.deadline:
+            child.stop("timeout", f"no answer within {child.case.timeout_s:g} s")
+        elif time.monotonic() > self._ends:
+            child.stop(NOT_RUN, "time (--total-s): stopped before it was done; --resume runs it")
+        elif self.stop_requested:
+            child.stop(NOT_RUN, f"{_STOPPED} before it was done; --resume runs it")
+        return child.stopped is not None
+
+
+class _Child:
+    """A case in its process."""
+
+    def __init__(self, case: Case, free_bytes: int, *, spawn: bool, share: float | None) -> None:
+        self.case = case
+        self.started = _now()
+        self.exit_status: int | None = None
+        """The exit status as `subprocess` has it, negative for a signal; None if the harness stopped the child."""
+        self.stopped: tuple[str, str] | None = None
+        """(status, reason) if the harness stopped the child, else None."""
+        self.least_bytes = free_bytes
+        """The least free memory of the host while the child ran."""
+        self.deadline = time.monotonic() + case.timeout_s
+        at_load = [name for name in case.env if not name.startswith(_READ_AT_USE)]
+        must_load = any(name.startswith(_READ_AT_LOAD) for name in at_load)
+        self.is_fork = not (spawn or must_load or _cuda_was_touched())
+        self._free_bytes, self._begun, self._start = free_bytes, time.time(), time.perf_counter()
+        self._folder = Path(tempfile.mkdtemp(prefix="ds_zo_bench_"))
+        (self._folder / "log").touch()
+        start = _fork if self.is_fork else _start_interpreter
+        self.pid = start(case, self._folder, {**single_process(), **case.env}, share)
+
+    def poll(self) -> bool:
+        """Whether the process has ended by itself."""
+        ended, status = os.waitpid(self.pid, os.WNOHANG)
+        if ended:
+            self.exit_status = os.waitstatus_to_exitcode(status)
+        return bool(ended)
+
+    def stop(self, status: str, reason: str) -> None:
+        """Ends the process. Unless memory is short, faulthandler first writes its stack to the log."""
+        if status != "killed":
+            os.kill(self.pid, signal.SIGUSR1)
+            time.sleep(_LAST_WORDS_S)
+        self.stopped = status, reason
+        _end(self.pid)
+
+    def close(self) -> Row:
+        """Ends the child's whole process group, and returns how the case ended."""
+        _end(self.pid)
+        outcome = self._outcome()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return outcome | {"wall_s": round(time.perf_counter() - self._start, 3)}
+
+    def _outcome(self) -> Row:
+        outcome: Row = {
+            "last_words": _last_words(self._folder / "log"),
+            "host_drop_gb": round(max(0, self._free_bytes - self.least_bytes) / 1e9, 3),
+        }
+        if self.stopped is not None:
+            _remove_locks(self._begun)
+        # A stopped child may have a result too: after writing it, freeing tens of pinned gigabytes takes seconds.
+        with suppress(OSError, json.JSONDecodeError):
+            return outcome | json.loads((self._folder / "result.json").read_text(encoding="utf-8"))
+        if self.stopped is not None:
+            status, reason = self.stopped
+            return outcome | {"status": status, "error": reason}
+        if self.exit_status == -signal.SIGKILL:
+            return outcome | {"status": "killed", "error": "killed from outside, as the kernel does out of memory"}
+        return outcome | {"status": "crash", "error": f"ended without a result, exit status {self.exit_status}"}
+
+
+def _about(case: Case, started: str | None = None) -> Row:
+    """What a row says of its case, however that ends. `started` None: the case does not run."""
+    return {
+        **case.labels,
+        "case": case.name,
+        "target": case.target,
+        "params": case.params,
+        "env": dict(case.env),
+        "config_hash": case.config_hash,
+        "started": started or _now(),
+    }
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 @contextmanager
@@ -379,25 +469,6 @@ def without_folders(text: str) -> str:
     return text
 
 
-@dataclass(frozen=True)
-class _Watched:
-    exit_status: int | None
-    """The exit status as `subprocess` has it, negative for a signal; None if the harness stopped the child."""
-    stopped: tuple[str, str] | None
-    """(status, reason) if the harness stopped the child, else None."""
-    host_drop_bytes: int
-    """Largest drop of the host's free memory while the child ran, by any process."""
-
-
-@contextmanager
-def _ended(pid: int) -> Iterator[None]:
-    """Ends the child's whole process group on exit from the context."""
-    try:
-        yield
-    finally:
-        _end(pid)
-
-
 def _end(pid: int) -> None:
     """Kills a child and its process group. The child leads a session of its own, except in the moment after a fork."""
     with suppress(ProcessLookupError, PermissionError):
@@ -429,7 +500,7 @@ def single_process() -> dict[str, str]:
     return {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
-def _fork(case: Case, folder: Path, env: Mapping[str, str]) -> int:
+def _fork(case: Case, folder: Path, env: Mapping[str, str], share: float | None) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -443,44 +514,47 @@ def _fork(case: Case, folder: Path, env: Mapping[str, str]) -> int:
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
         sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
         os.environ.update(env)
-        _child(case, folder)
+        _child(case, folder, share)
     return pid
 
 
-def _start_interpreter(case: Case, folder: Path, env: Mapping[str, str]) -> int:
+def _start_interpreter(case: Case, folder: Path, env: Mapping[str, str], share: float | None) -> int:
     spec = {"name": case.name, "target": case.target, "params": case.params}
     (folder / "case.json").write_text(json.dumps(spec), encoding="utf-8")
-    code = "import sys; from ds_zo.bench.runner import _child_of_file; _child_of_file(sys.argv[1])"
+    code = "import sys; from ds_zo.bench.runner import _child_of_file; _child_of_file(*sys.argv[1:])"
     path = os.pathsep.join(filter(None, (*sys.path, os.environ.get("PYTHONPATH"))))
     with (folder / "log").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-c", code, str(folder)],
+            [sys.executable, "-c", code, str(folder), str(share or "")],
             env={**os.environ, "PYTHONPATH": path, **env},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
         )
-    child.returncode = 0  # `_watch` waits for the process
+    child.returncode = 0  # `_Child.poll` waits for the process
     return child.pid
 
 
-def _child_of_file(folder: str) -> NoReturn:
-    _child(Case(**json.loads((Path(folder) / "case.json").read_text(encoding="utf-8"))), Path(folder))
+def _child_of_file(folder: str, share: str) -> NoReturn:
+    case = Case(**json.loads((Path(folder) / "case.json").read_text(encoding="utf-8")))
+    _child(case, Path(folder), float(share) if share else None)
 
 
-def _child(case: Case, folder: Path) -> NoReturn:
+def _child(case: Case, folder: Path, share: float | None) -> NoReturn:
     """Calls the target and writes its result to a file. The process ends without interpreter shutdown, in which some
     libraries hang or abort."""
     status = 1
     try:
-        end_with_parent(signal.SIGKILL)
+        _end_with_parent()
         faulthandler.enable(file=sys.stderr)
         faulthandler.register(signal.SIGUSR1, file=sys.stderr)
         for signum in (signal.SIGINT, signal.SIGTERM):
             signal.signal(signum, signal.SIG_DFL)
         if sys.modules.get("torch") is not None and sys.modules["torch"].cuda._is_in_bad_fork():
             os._exit(_BAD_FORK)
+        if share is not None:
+            _limit_device_memory(share)
         start = time.perf_counter()
         outcome = {**_outcome(case), "target_s": round(time.perf_counter() - start, 3)}
         part = folder / "result.json.part"
@@ -494,6 +568,13 @@ def _child(case: Case, folder: Path) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(status)
+
+
+def _limit_device_memory(share: float) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def _outcome(case: Case) -> Row:
@@ -536,9 +617,8 @@ def _gpu() -> Row:
     return {"gpu": torch.cuda.get_device_name()} if torch is not None and known else {}
 
 
-def end_with_parent(number: signal.Signals) -> None:
-    """Makes the kernel send this signal to the process when its parent dies, so that no child keeps the GPU (Linux
-    only)."""
+def _end_with_parent() -> None:
+    """Makes the kernel kill the process when its parent dies, so that no child keeps the GPU (Linux only)."""
     pr_set_pdeathsig = 1
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(number))
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, int(signal.SIGKILL))

@@ -1,48 +1,54 @@
-"""The cases of one table: the machine, then its contenders; and which of them need not run.
-
-[Note: one case, two cards] Several caps make one run with a table each, the largest card first. A row of a larger card
-also holds for a smaller one if the contender has the same set-up there, and its allocator never held more than the
-smaller card has. Both tables then show the row, and the smaller card's says so. The row of a contender that failed with
-more memory holds too. ds_zo is told the card's size (`device_memory_gb`), which decides how many blocks stay on it.
-That size may differ if the number of blocks is given, or if all blocks stayed and leave the margin that the engine
-keeps.
-"""
+"""The cases of one table: the machine, then its contenders, each with the memory and the seconds that it may take."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import math
+import multiprocessing
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from functools import lru_cache
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
 
-from ds_zo.bench.runner import Case, read_rows
-from ds_zo.records.rows import Row, append_row
+from ds_zo.bench.runner import Case
+
+if TYPE_CHECKING:
+    from ds_zo.bench.contenders import Contender
+    from ds_zo.bench.entrant import EntrantSpec
 
 MACHINE = "machine"
 """The case that measures the bandwidth of the link and of the CPU's Adam."""
 _BUILD_S = 300.0
 """Seconds that the first use of CPU Adam may compile for. A build that is stopped leaves a lock file."""
-_IMPORTS_GB = 1.5
-"""Host memory in GB of a child before it has a model: Python, torch, CUDA."""
 _MOST_OF_HOST = 0.9
 """Share of the host's memory. If PyTorch's rounding up would take more, stock DeepSpeed pins in exact sizes."""
-_FAILED = ("oom", "crash", "timeout")
 _MACHINE_S = 60.0
 """Expected seconds of the machine's case, with imports and with compiling, on a machine that has done neither."""
+_START_S, _FAILS_S = 8.0, 9.0
+"""Seconds from the fork to the first step and after the last one, without memory; and until a model that is too large
+for the card runs out of memory."""
+_PINNED_S_PER_GB, _REGISTERED_S_PER_GB = 0.5, 0.08
+"""Seconds per GB to allocate, fill and free host memory: stock DeepSpeed, and ds_zo."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the planner expects of a contender."""
+
+    device_gb: float
+    """GPU memory at the peak, of the start too where the start counts."""
+    host_gb: float
+    exact_host_gb: float
+    """Host memory if stock DeepSpeed pins in exact sizes."""
+    step_s: float
 
 
 def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float | None = None) -> list[Case]:
-    """Makes the cases in the order of `contenders.TIERS`, so that the most important contenders have rows if time runs
+    """Makes the cases in the order of `contenders.ORDER`, so that the most important contenders have rows if time runs
     out."""
-    from ds_zo.bench.case_costs import expected_s
     from ds_zo.bench.contenders import EXACT_PINNING, config_of, in_order_of_runs, shared_config
     from ds_zo.bench.entrant import EntrantSpec
-    from ds_zo.records.environment import gpu_memory_gb
 
     names = [name for word in args.contenders.split(",") if (name := word.strip())] if args.contenders else None
     rates = _named_numbers(args.lr, option="--lr", what="a learning rate", example="zo=1e-6")
@@ -63,25 +69,28 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
         profile=not args.no_profile,
         max_s=args.max_s,
     )
-    num_parameters = count_parameters(spec.model, layers=spec.layers, length=spec.length)
-    cases: list[Case] = []
+    count_parameters(spec.model, layers=spec.layers, length=spec.length)  # refuses what no contender can train
+    running = []
     for contender in in_order_of_runs(names):
         lacking = contender.missing(args.dtype)
-        if lacking is not None:
+        if lacking is None:
+            running.append((contender, micro_batches.get(contender.name, 1)))
+        else:
             print(f"{contender.name} left out: {lacking}", file=sys.stderr)
-            continue
-        accumulation = micro_batches.get(contender.name, 1)
+    sizes = [(contender.name, args.batch // accumulation) for contender, accumulation in running]
+    plans = planned(args, sizes, cap_gb=device_memory_gb) if device == "cuda" else [None] * len(sizes)
+    cases = []
+    for (contender, accumulation), plan in zip(running, plans, strict=True):
         shared = shared_config(
             batch=args.batch,
             dtype=args.dtype,
             gradient_clipping=args.gradient_clipping,
             accumulation=accumulation,
         )
-        own = replace(
-            spec, accumulation=accumulation, starts_uncapped=args.start_uncapped and contender.backend is None
-        )
-        exact = device == "cuda" and _pins_exactly(contender, num_parameters)
-        host_gb = contender.host_bytes(num_parameters, exact=exact) / 1e9
+        starts_uncapped = args.start_uncapped and contender.backend is None
+        own = replace(spec, accumulation=accumulation, starts_uncapped=starts_uncapped)
+        exact = plan is not None and _pins_exactly(plan)
+        host_gb = None if plan is None else plan.exact_host_gb if exact else plan.host_gb
         config = config_of(contender, shared, lr=rates.get(contender.name), device_memory_gb=device_memory_gb)
         cases.append(
             Case(
@@ -90,16 +99,8 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
                 {"contender": contender.name, "config": config, "spec": asdict(own)},
                 timeout_s=args.timeout_s,
                 env=EXACT_PINNING if exact else {},
-                planned_host_gb=host_gb + _IMPORTS_GB if device == "cuda" else None,
-                expected_s=expected_s(
-                    contender,
-                    num_parameters,
-                    own,
-                    host_gb=host_gb,
-                    card_gb=(None if own.starts_uncapped else device_memory_gb) or gpu_memory_gb(),
-                )
-                if device == "cuda"
-                else 0.0,
+                planned_host_gb=host_gb,
+                expected_s=0.0 if plan is None else _expected_s(contender, plan, own, host_gb=host_gb or 0.0),
             )
         )
     machine = Case(
@@ -112,13 +113,74 @@ def make_cases(args: argparse.Namespace, *, device: str, device_memory_gb: float
     return [machine, *cases]
 
 
-def _pins_exactly(contender: Any, num_parameters: int) -> bool:
+def planned(
+    args: argparse.Namespace, sizes: Sequence[tuple[str, int]], *, cap_gb: float | None
+) -> list[Planned | None]:
+    """What the planner expects of each (contender, micro-batch); None for a model that is cut in depth. In a process of
+    its own: a plan may initialise CUDA, and then no case could be forked from this process."""
+    if args.layers is not None:
+        return [None] * len(sizes)
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(_planned, (args, sizes, cap_gb))
+
+
+def _planned(args: argparse.Namespace, sizes: Sequence[tuple[str, int]], cap_gb: float | None) -> list[Planned | None]:
+    from ds_zo.bench.contenders import ALL
+    from ds_zo.planner import load_model, plan
+
+    models = {
+        size: load_model(args.model, batch=size, seq=args.seq, dtype=args.dtype) for size in {size for _, size in sizes}
+    }
+    found: list[Planned | None] = []
+    for name, size in sizes:
+        contender, model = ALL[name], models[size]
+        of_planner = partial(
+            plan,
+            model,
+            device_memory_gb=cap_gb,
+            backends=[contender.planned_as],
+            stream=(contender.ds_zo or {}).get("stream"),
+            offload="offload_param" in contender.zero_optimization and contender.backend is not None,
+            checkpointing=not args.no_checkpointing,
+        )
+        rounded = of_planner()[contender.planned_as]
+        exact = of_planner(native_pins=True)[contender.planned_as] if contender.backend is None else rounded
+        starts_whole = args.start_uncapped and contender.backend is None
+        more = contender.more_host_bytes_each * model.numel
+        found.append(
+            Planned(
+                device_gb=(rounded.device_nbytes if starts_whole else rounded.device_peak_nbytes) / 1e9,
+                host_gb=(rounded.host_peak_nbytes + more) / 1e9,
+                exact_host_gb=(exact.host_peak_nbytes + more) / 1e9,
+                step_s=rounded.step_s * args.batch / size,
+            )
+        )
+    return found
+
+
+def _pins_exactly(plan: Planned) -> bool:
     """Whether DeepSpeed pins in exact sizes. The machine's total memory decides, not its free memory, so that a resumed
     run decides alike."""
     from ds_zo.records.environment import host_total_bytes, may_lock_memory
 
-    rounded, exact = (contender.host_bytes(num_parameters, exact=exact) for exact in (False, True))
-    return bool(exact < rounded > _MOST_OF_HOST * host_total_bytes() > 0 and may_lock_memory())
+    most_gb = _MOST_OF_HOST * host_total_bytes() / 1e9
+    return plan.exact_host_gb < plan.host_gb and plan.host_gb > most_gb > 0 and may_lock_memory()
+
+
+def _expected_s(contender: Contender, plan: Planned, spec: EntrantSpec, *, host_gb: float) -> float:
+    """Seconds of a case, on the planner's machine."""
+    from ds_zo.bench.entrant import EXTRA_STEPS
+    from ds_zo.records.environment import gpu_memory_gb
+
+    card_gb = (None if spec.starts_uncapped else spec.device_memory_gb) or gpu_memory_gb()
+    if card_gb is not None and contender.ds_zo is None and plan.device_gb > card_gb:
+        return _FAILS_S
+    timed = spec.steps if spec.max_s is None else min(spec.steps, max(2, int(spec.max_s / plan.step_s)))
+    warmup = spec.warmup if spec.max_s is None or plan.step_s < spec.max_s / 2 else 2
+    extra = next(number for longest_s, number in EXTRA_STEPS if plan.step_s < longest_s)
+    num_steps = 1 + warmup + max(contender.period, timed) + 2 * max(contender.period, extra)
+    pinning_s = _PINNED_S_PER_GB if contender.backend is None else _REGISTERED_S_PER_GB
+    return _START_S + pinning_s * host_gb + num_steps * plan.step_s
 
 
 @lru_cache(maxsize=8)
@@ -136,16 +198,6 @@ def count_parameters(model: str, *, layers: int | None, length: int) -> int:
     made.tie_weights()
     check_positions(made, model, seq=length)
     return sum(p.numel() for p in made.parameters())
-
-
-def likely_carried_over(case: Case) -> bool:
-    """Whether a larger card's row will probably hold for this case of a smaller one."""
-    from ds_zo.bench.case_costs import likely_holds
-    from ds_zo.bench.contenders import ALL
-
-    spec = case.params["spec"]
-    num_parameters = count_parameters(spec["model"], layers=spec["layers"], length=spec["length"])
-    return likely_holds(ALL[case.name], num_parameters, spec["device_memory_gb"])
 
 
 def _named_numbers(given: Sequence[str], *, option: str, what: str, example: str) -> dict[str, float]:
@@ -179,51 +231,3 @@ def _micro_batches(args: argparse.Namespace) -> dict[str, int]:
         if number > 1 and not ALL[name].accumulates:
             raise ValueError(f"{name} does not accumulate gradients here, got {number:g}: leave it out (--accumulate)")
     return {name: int(number) for name, number in given.items()}
-
-
-def carry_over(done: Sequence[Row], cases: Sequence[Case], out: Path) -> None:
-    """Appends the rows that also hold for these cases to their file, unless it has them: [Note: one case, two
-    cards]."""
-    known = {(row["run_id"], row["case"], row["config_hash"]) for row in (read_rows(out) if out.exists() else ())}
-    for case in cases:
-        row = next((row for row in done if row["case"] == case.name and holds_for(row, case)), None)
-        if row is not None and (row["run_id"], case.name, case.config_hash) not in known:
-            moved = {"params": case.params, "config_hash": case.config_hash}
-            if case.name != MACHINE:
-                moved["ran_with_gb"] = row.get("ran_with_gb") or row["params"]["spec"]["device_memory_gb"] or "all"
-            append_row(out, row | moved)
-
-
-def holds_for(row: Row, case: Case) -> bool:
-    """Whether the row of a larger card is the row that this case would have on its own card."""
-    if row["target"] != case.target or row.get("env", {}) != dict(case.env):
-        return False
-    if case.name == MACHINE:
-        return bool(row["status"] in ("ok", *_FAILED) and row["params"] == case.params)
-    there, here = row["params"], case.params
-    alike = {**there["spec"], "device_memory_gb": None} == {**here["spec"], "device_memory_gb": None}
-    if not alike or _untold(there["config"]) != _untold(here["config"]):
-        return False
-    if row["status"] in _FAILED:
-        return bool(there["config"] == here["config"])
-    if row["status"] != "ok":
-        return False
-    held_gb = max(row["reserved_before_gb"], row["peak_reserved_gb"])
-    return bool(held_gb <= _room_gb(here))
-
-
-def _room_gb(params: Row) -> float:
-    """GB of device memory with which a contender behaves as it does with more."""
-    from ds_zo.streaming.budget import MARGIN_NBYTES
-
-    stream = params["config"].get("ds_zo", {}).get("stream", {})
-    if "device_memory_gb" not in stream or "resident_blocks" in stream:
-        return float(params["spec"]["device_memory_gb"])
-    return float(stream["device_memory_gb"]) - MARGIN_NBYTES / 1e9
-
-
-def _untold(config: Row) -> Row:
-    """The JSON without the card's size, which only ds_zo is told."""
-    config = copy.deepcopy(config)
-    config.get("ds_zo", {}).get("stream", {}).pop("device_memory_gb", None)
-    return config

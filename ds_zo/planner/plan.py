@@ -56,6 +56,8 @@ class Options:
     checkpointing: bool
     is_only: bool
     """Whether one backend is planned. It then refuses keys of `stream` that it does not read; several ignore them."""
+    native_pins: bool = False
+    """Whether DeepSpeed pins in exact sizes (DS_PIN_MEMORY_BACKEND=native)."""
 
 
 def _own(entry: BackendEntry, model: Model, limits: Limits, options: Options) -> Estimate:
@@ -106,13 +108,17 @@ def _stock(estimate: Callable[..., Estimate], model: Model, limits: Limits, opti
     return estimate(model, limits, checkpointing=options.checkpointing, **fixed)
 
 
+def _zero(estimate: Callable[..., Estimate], model: Model, limits: Limits, options: Options, **fixed: Any) -> Estimate:
+    return _stock(estimate, model, limits, options, native_pins=options.native_pins, **fixed)
+
+
 _STOCK: dict[str, Callable[[Model, Limits, Options], Estimate]] = {
-    "zero-offload": partial(_stock, estimate_zero_offload),
-    "zero-3": partial(_stock, estimate_zero3, offload_param=True),
-    "zero-3-gpu-params": partial(_stock, estimate_zero3, offload_param=False),
-    "zero-offload-bf16": partial(_stock, estimate_zero_offload, bf16_states=True),
-    "zero-3-bf16": partial(_stock, estimate_zero3, offload_param=True, bf16_states=True),
-    "zero-3-gpu-params-bf16": partial(_stock, estimate_zero3, offload_param=False, bf16_states=True),
+    "zero-offload": partial(_zero, estimate_zero_offload),
+    "zero-3": partial(_zero, estimate_zero3, offload_param=True),
+    "zero-3-gpu-params": partial(_zero, estimate_zero3, offload_param=False),
+    "zero-offload-bf16": partial(_zero, estimate_zero_offload, bf16_states=True),
+    "zero-3-bf16": partial(_zero, estimate_zero3, offload_param=True, bf16_states=True),
+    "zero-3-gpu-params-bf16": partial(_zero, estimate_zero3, offload_param=False, bf16_states=True),
     "adamw": partial(_stock, estimate_on_device, optimizer="adamw"),
     "torch-adamw": partial(_stock, estimate_torch_adamw),
     "sgd": partial(_stock, estimate_on_device, optimizer="sgd"),
@@ -226,13 +232,15 @@ def plan(
     params: Mapping[str, Any] | None = None,
     offload: bool | None = None,
     checkpointing: bool = True,
+    native_pins: bool = False,
     rates: Rates | None = None,
 ) -> Plan:
     """Estimates memory and speed of the methods named by `backends` (None: all of them).
 
     Memory is in GB of 10**9 bytes; None means unlimited. `stream` is the `ds_zo.stream` section. `params` are the
     `optimizer.params` of the one backend that `backends` names. `offload` None: blocks stream where the device is too
-    small, or where `stream` has a key that needs streaming. `checkpointing` is activation checkpointing."""
+    small, or where `stream` has a key that needs streaming. `checkpointing` is activation checkpointing.
+    `native_pins`: stock DeepSpeed pins in exact sizes."""
     known = contenders()
     chosen = list(dict.fromkeys(backends or known))
     own = [name for name in known if name not in (*_STOCK, IN_4_BITS)]
@@ -257,7 +265,9 @@ def plan(
     values = [getattr(section, key) for key in NEED_STREAMING]  # a user who sets one wants blocks to stream
     if offload is None and any(value is not None and value is not False and value != "auto" for value in values):
         offload = True
-    options = Options(section, dict(params or {}), offload, checkpointing, is_only=len(chosen) == 1)
+    options = Options(
+        section, dict(params or {}), offload, checkpointing, is_only=len(chosen) == 1, native_pins=native_pins
+    )
     if isinstance(model, str):
         model = load_model(model, batch=batch, seq=seq, dtype=dtype, rates=rates)
     limits = Limits(_nbytes(device_memory_gb), _nbytes(host_memory_gb))

@@ -43,6 +43,21 @@ def die_as_if_killed() -> dict[str, Any]:
     return {}
 
 
+def find_cuda_touched(*, count: str) -> dict[str, Any]:
+    """Ends as a forked child does whose parent had initialised CUDA."""
+    with Path(count).open("a") as file:
+        file.write("x")
+    os._exit(97)
+
+
+def meet(*, folder: str, name: str, others: int) -> dict[str, Any]:
+    """Returns when so many other cases run beside this one."""
+    (Path(folder) / name).touch()
+    while len(list(Path(folder).iterdir())) <= others:
+        time.sleep(0.01)
+    return {"met": name}
+
+
 def hang_with_grandchild(*, pid_file: str, lock: str) -> dict[str, Any]:
     Path(lock).touch()
     grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_zo.bench import best_batch
+from ds_zo.bench import best_batch, table_cases
 from ds_zo.bench.compare import add_arguments, main
 from ds_zo.bench.contenders import ALL
 from ds_zo.planner import contenders as planned_methods
@@ -46,29 +46,30 @@ def test_sizes_are_halves_and_a_method_that_does_not_accumulate_has_one() -> Non
 
 
 def test_every_contender_has_a_plan() -> None:
-    assert {best_batch.PLANNED_AS.get(name, name) for name in ALL} <= planned_methods().keys()
+    assert {contender.planned_as for contender in ALL.values()} <= planned_methods().keys()
 
 
 def test_planned_memory_grows_with_the_micro_batch_and_a_start_may_not_count() -> None:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args(["--model", "random:llama-tiny", "--seq", "64", "--start-uncapped"])
-    small, large = (best_batch.planned_gb(args, "zero2-offload-bf16", size) for size in (1, 8))
-    assert small < large
+    name = "zero2-offload-bf16"
+    small, large = table_cases.planned(args, [(name, 1), (name, 8)], cap_gb=None)
+    assert small is not None and large is not None and small.device_gb < large.device_gb
     args.start_uncapped = False
-    assert best_batch.planned_gb(args, "zero2-offload-bf16", 1) >= small
+    (whole,) = table_cases.planned(args, [(name, 1)], cap_gb=None)
+    assert whole is not None and whole.device_gb >= small.device_gb
 
 
 def test_plans_are_made_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that initialised CUDA here would leave no process to fork cases from."""
-    monkeypatch.setattr(best_batch, "planned_gb", _process_id)
-    planned = best_batch._planned_by_size(argparse.Namespace(), "zo", [4, 2], room_gb=8.0)
-    assert planned.keys() == {4, 2}
-    assert os.getpid() not in planned.values()
+    monkeypatch.setattr(table_cases, "_planned", _process_id)
+    (found,) = table_cases.planned(argparse.Namespace(layers=None), [("zo", 4)], cap_gb=None)
+    assert found != os.getpid()
 
 
-def _process_id(args: argparse.Namespace, name: str, size: int, *, room_gb: float) -> float:
-    return float(os.getpid())
+def _process_id(*_: Any) -> list[int]:
+    return [os.getpid()]
 
 
 def test_the_best_trial_is_the_contenders_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

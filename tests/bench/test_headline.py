@@ -73,8 +73,8 @@ def test_the_command_fills_the_file_between_its_markers_from_the_rows(
         and "| AdamW on the GPU | 16,258 (15,075 to 17,096, 3) / 28.3 /" in whole
     )
     assert f"\n{reason}\n\n" in text
-    command = "python launch/compare.py --model random:llama-1.3b --batch 4 --device-memory-gb none,24 --out "
-    assert f"{command}results/llama-1.3b\n" in text
+    command = "python launch/compare.py --model random:llama-1.3b --batch 4 --device-memory-gb none,24 --resume --out "
+    assert f"{command}runs/results/llama-1.3b\n" in text
 
     assert "](results/headline.svg)" in text
     drawn = ET.parse(results / "headline.svg").getroot()

@@ -8,11 +8,13 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import python_path
 
+from ds_zo.bench import runner
 from ds_zo.bench.runner import Case, read_rows, run_cases
 from ds_zo.records.rows import Row
 
@@ -42,6 +44,7 @@ def test_a_row_holds_what_the_target_returned_and_where_it_ran(spawn: bool, tmp_
 def test_a_forked_child_may_use_threads_and_finds_cuda_untouched(run_python: Callable[..., str]) -> None:
     """In a parent of its own: this one may have started threads of OpenMP."""
     script = """
+from ds_zo.bench import runner
 from ds_zo.bench.runner import Case, run_cases
 case = Case("threads", "bench_targets:multiply_in_threads", timeout_s=30)
 [row] = run_cases([case], out=None, device="cpu", min_free_host_gib=0.1, warm=("torch", "deepspeed"))
@@ -87,6 +90,29 @@ def test_a_hanging_case_says_where_and_leaves_nothing_behind(tmp_path: Path, mon
     assert others.exists() and not its.exists()
     grandchild = Path("/proc") / pid_file.read_text()
     assert not grandchild.exists() or "Z" in (grandchild / "stat").read_text().rpartition(")")[2].split()[:1]
+
+
+def test_a_fork_that_cannot_use_cuda_starts_again_in_a_fresh_interpreter(tmp_path: Path) -> None:
+    count = tmp_path / "count"
+    [row] = run(case("find_cuda_touched", params={"count": str(count)}))
+    assert (row["status"], count.read_text()) == ("crash", "xx"), "once more, not for ever"
+
+
+def test_cases_that_run_at_once_share_the_device(tmp_path: Path) -> None:
+    """Each has its labels, however it ends, and waits for the memory that it states."""
+    params = {"folder": str(tmp_path), "others": 1}
+    pair = [case("meet", name=name, params=params | {"name": name}, labels={"key": name}) for name in "ab"]
+    rows = run(*pair, case("abort", labels={"key": "c"}), jobs=2)
+    assert [(row["key"], row["status"]) for row in rows] == [("a", "ok"), ("b", "ok"), ("c", "crash")]
+
+    harness = runner._Harness(min_free_bytes=0, spawn=False, jobs=8, device_gb=100.0, ends=0.0)
+    large, small, unstated = (case("add", name=name, device_gb=gb) for name, gb in (("l", 40), ("s", 14), ("u", None)))
+    assert [harness._share(each) for each in (large, small, unstated)] == pytest.approx([0.6, 0.21, 0.9 * 2 / 8])
+    harness._running = [SimpleNamespace(case=large)]  # type: ignore[list-item]
+    assert harness._next([large, small]) is large
+    harness._running *= 2
+    assert harness._next([large, small]) is None
+    assert harness._next([large, unstated]) is unstated
 
 
 def test_a_host_short_of_memory_stops_the_child() -> None:

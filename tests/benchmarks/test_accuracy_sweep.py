@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from clean_process import in_clean_process
-from forkserver import forkserver_context
 
+from benchmarks import sweep
 from benchmarks.accuracy import best_rates
-from benchmarks.grid import GridCase, GridError
+from benchmarks.grid import GridError, read_rows, remaining
 from benchmarks.grids import GRIDS, read_grid
-from benchmarks.sweep import Sweep, next_case, read_rows, remaining, run, thinned
+from benchmarks.sweep import thinned
 from ds_zo.config import backend_of
 from ds_zo.config.resolve import resolve
 from ds_zo.records.rows import append_row
@@ -104,75 +101,29 @@ def test_settled_cases_are_not_run_again(tmp_path: Path) -> None:
     assert [c.key for c in remaining([*cases, *cases], found)] == [c.key for c in cases[2:]]
 
 
-SCRIPT = """
-import json, pathlib, signal, sys, time
-
-def main():
-    args = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-    folder = pathlib.Path(args["--output-dir"])
-    if args["--task"] == "badly forked":
-        count = folder.parent.parent / "count"
-        count.write_text(count.read_text() + "x" if count.exists() else "x")
-        raise SystemExit(97)
-    if args["--task"] == "fails":
-        raise SystemExit("error: the reason")
-    if args["--task"] == "hangs":
-        time.sleep(600)
-    if args["--task"] == "endless":
-        stopped = []
-        signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
-        (folder / "checkpoints").mkdir()
-        while not stopped:
-            time.sleep(0.05)
-        (folder / "checkpoints" / "latest").write_text("step7")
-        return
-    (folder / "summary.json").write_text(json.dumps({"after": 0.5, "metric": "accuracy", "config": "x"}))
-"""
+def test_a_call_begins_what_fits_its_time_and_the_next_call_goes_on(tmp_path: Path) -> None:
+    """`fails` ends with the reason in its row. Rows of like cases say that `zo` would end too late."""
+    results = tmp_path / "rows.jsonl"
+    args = sweep.parse_args(["--results", str(results), "--methods", "zero-shot,zo", "--limit", "2", "--jobs", "2"])
+    first, zo = sweep.Listing(args).to_run()
+    assert (first.expected_s, zo.expected_s, first.params["options"][:2]) == (0.0, 0.0, ["--task", "code_or_text"])
+    append_row(results, {"key": "like", **{key: zo.labels[key] for key in ("method", "task", "steps", "jobs")}})
+    like = read_rows(results)[0] | {"status": "ok", "wall_s": 1000.0, "model": "embedded", "lr": 1.0, "seed": 1}
+    results.write_text(json.dumps(like) + "\n")
+    first, zo = sweep.Listing(args).to_run()
+    assert zo.expected_s == pytest.approx(1150.0)
+    fails = dataclasses.replace(first, params={**first.params, "options": ["--task", "no such task"]})
+    rows = in_clean_process(sweep.run, args, [fails, zo], ends=time.monotonic() + 100)
+    assert [row["status"] for row in rows] == ["crash", "not run"]
+    assert "no such task" in rows[0]["last_words"] and rows[0]["key"] == rows[0]["case"] == first.name
+    assert sweep.Listing(args).to_run()[0].name == zo.name, "not run is no row"
 
 
-def a_case(task: str) -> GridCase:
-    return GridCase(method="m", task=task, lr=1.0, seed=0, steps=5, eval_every=5, batch_size=2, config={"a": 1})
-
-
-def test_runs_that_end_fail_or_are_cut(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    cases = [a_case(task) for task in ("endless", "ends", "fails")]
-    results, folder = tmp_path / "rows.jsonl", tmp_path / "runs"
-    sweep = Sweep(script, results, folder, "embedded", jobs=2, max_seconds=44, grace_s=40, start="fork", preload=())
-    assert in_clean_process(run, sweep, partial(remaining, cases)) == 2
-    rows = {row["task"]: row for row in read_rows(results)}
-    assert rows["ends"]["status"] == "ok" and rows["ends"]["after"] == 0.5 and rows["ends"]["config"] == {"a": 1}
-    assert rows["fails"]["status"] == "failed" and "error: the reason" in rows["fails"]["last_words"]
-    assert [case.task for case in remaining(cases, read_rows(results))] == ["endless"]
-    assert sweep.command(cases[0])[-2:] == ["--resume", "latest"]
-    assert not (folder / cases[1].key).exists()
-    impatient = dataclasses.replace(sweep, max_seconds=None, most_seconds=0.5)
-    assert in_clean_process(run, impatient, partial(remaining, [a_case("hangs")])) == 1
-    assert [row["status"] for row in read_rows(results) if row["task"] == "hangs"] == ["failed"]
-
-
-def test_a_piece_is_filled_with_what_fits() -> None:
-    sweep = Sweep(Path("s"), Path("r"), Path("nowhere"), "embedded", max_seconds=480)
-    cases = [a_case("900"), a_case("300"), a_case("100")]
-    expected = [float(case.task) for case in cases]
-    assert sweep.span_s == 435
-    assert next_case(sweep, cases, expected, 435).task == "300"
-    assert next_case(sweep, cases, expected, 200).task == "100"
-    assert next_case(sweep, cases, expected, 50) is None, "the machine is given back"
-    assert next_case(sweep, cases[:1], expected[:1], 400).task == "900", "checkpoints bring it on"
-
-
-def test_a_case_waits_for_the_memory_that_it_states(tmp_path: Path) -> None:
-    cases = [c for c in GRIDS["qwen"].cases() if (c.task, c.seed) == ("rte", 0) and c.method in ("adamw", "lora")]
-    sweep = Sweep(script=tmp_path, results=tmp_path, folder=tmp_path, model="m", jobs=8, device_gb=100)
-    assert [c.device_gb for c in cases] == [40, 40, 14, 14] and sweep.shared_gb == 90
-    nothing = [None] * len(cases)
-    assert next_case(sweep, cases, nothing, 1.0, free_gb=90).method == "adamw"
-    assert next_case(sweep, cases, nothing, 1.0, free_gb=90 - 2 * 40 + 4).method == "lora"
-    assert next_case(sweep, cases, nothing, 1.0, free_gb=90 - 2 * 40) is None
-    assert [sweep.memory_share(c) for c in cases[1:3]] == [0.6, 0.21], "half as much again as it states"
-    assert dataclasses.replace(sweep, device_gb=None).memory_share(cases[0]) == 0.9 * 2 / 8
+def test_a_grid_that_states_its_memory_needs_the_devices(tmp_path: Path) -> None:
+    told = ["--grid", "qwen", "--results", str(tmp_path / "rows"), "--dry-run", "--jobs", "8"]
+    with pytest.raises(SystemExit, match=r"up to 40 GB each, .* got none \(--device-gb\)"):
+        sweep.main(told)
+    sweep.main([*told, "--device-gb", "139"])
 
 
 def test_qwens_rates_follow_those_that_rows_chose_for_smollm2() -> None:
@@ -190,30 +141,3 @@ def test_rows_keep_a_short_curve() -> None:
     found = thinned(curve, 3)
     assert [(point["step"], point.get("loss")) for point in found] == [(3, 2.0), (4, None), (6, 5.0), (7, 7.0)]
     assert found[1] == {"step": 4, "train_s": 4.0, "dev": {"accuracy": 0.5}}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel to tell children of their parent's end")
-def test_a_killed_sweep_loses_what_was_running_and_leaves_none_behind(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    cases = [a_case(task) for task in ("ends", "badly forked", "endless", "fails")]
-    sweep = Sweep(script, tmp_path / "rows.jsonl", tmp_path / "runs", "embedded", start="fork", preload=())
-    parent = forkserver_context().Process(target=run, args=(sweep, partial(remaining, cases)))
-    parent.start()
-    checkpoints = tmp_path / "runs" / cases[2].key / "checkpoints"
-    wait_for(checkpoints.is_dir)
-    parent.kill()
-    parent.join()
-    wait_for((checkpoints / "latest").is_file)
-    assert [(row["task"], row["status"]) for row in read_rows(sweep.results)] == [
-        ("ends", "ok"),
-        ("badly forked", "failed"),
-    ]
-    assert (tmp_path / "count").read_text() == "xx", "tried again in another way, once"
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 90
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""The table that rows make, whole or not; which cases rows bring; what is claimed; what a run will take."""
+"""The table that rows make, whole or not; which cases rows bring; what is claimed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import pytest
 from benchmarks import accuracy
 from benchmarks.accuracy import best_rates, staged_cases, table, tuning_cases, whole_sweep
 from benchmarks.accuracy_claims import verdict
-from benchmarks.grid import GridCase
+from benchmarks.grid import GridCase, remaining
 from benchmarks.grids import GRIDS
-from benchmarks.sweep import remaining
-from benchmarks.sweep_cost import Cost, cost, expectation, model_size, plan_table
 from ds_zo.records.rows import Row, append_row
-from ds_zo.tasks.embedded_model import FOLDER
 
 GRID = GRIDS["accuracy"]
 
@@ -98,34 +95,7 @@ def test_the_command_shows_table_and_claims(tmp_path: Path, capsys: pytest.Captu
     assert "| sgd | 0.03? | 10 | 50.0 ± 0.0 (2 of 3) |" in capsys.readouterr().out
 
 
-def test_expected_seconds(tmp_path: Path) -> None:
-    (tmp_path / "sst2").mkdir()
-    for split in ("train", "dev", "test"):
-        (tmp_path / "sst2" / f"{split}.jsonl").write_text('{"sentence": "' + "word " * 100 + '", "label": 0}\n')
-    size = model_size(str(FOLDER))
-    assert size is not None and size.numel == 984_192 and size.num_layers == 4
-    case = {c.method: c for c in GRID.cases() if c.task == "sst2"}
-    zo, adamw = (cost(case[name], size, tmp_path / "sst2") for name in ("zo", "adamw"))
-    assert zo is not None and adamw is not None and zo.device_s > adamw.device_s > 0
-    assert cost(case["zo"], size, tmp_path / "rte") is None
-    assert Cost(device_s=10, host_s=30, start_s=5).wall_s(jobs=8) == 85
-    seconds = expectation(model=str(FOLDER), data_root=tmp_path, jobs=8)
-    assert seconds(case["zo"], []) == pytest.approx(zo.wall_s(jobs=8))
-    like = {"status": "ok", "method": "zo", "task": "sst2", "steps": case["zo"].steps, "wall_s": 100.0}
-    rows = [
-        {**like, "jobs": 8},
-        {**like, "jobs": 1, "wall_s": 1.0},
-        {**like, "jobs": 8, "resumed": True, "wall_s": 2.0},
-    ]
-    assert seconds(case["zo"], rows) == pytest.approx(115.0)
-    plan = plan_table([case["zo"], case["adamw"]], model=str(FOLDER), data_root=tmp_path, jobs=2)
-    alone = [found.start_s + found.host_s for found in (zo, adamw)]
-    assert f"2 at once: about {sum(alone) / 2:.0f} s, bound by the host; the longest {max(alone):.0f} s" in plan
-    with pytest.raises(ValueError, match=r"looked for .*rte/train.jsonl"):
-        plan_table([c for c in GRID.cases() if c.task == "rte"], model=str(FOLDER), data_root=tmp_path, jobs=2)
-
-
-def test_a_plan_foresees_what_rates_will_bring() -> None:
+def test_a_table_says_what_rates_will_bring() -> None:
     rates = [case for case in tuning_cases(GRID) if case.method == "zo"]
     rows = [settle(case, dev=case.lr or 0.0) for case in rates]
     assert len(whole_sweep(GRID, [])) == len(whole_sweep(GRID, rows)) > len(staged_cases(GRID, []))

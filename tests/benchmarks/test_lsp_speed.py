@@ -110,7 +110,6 @@ def test_the_table_has_ratios_of_its_own_run() -> None:
 
 def test_a_case_that_did_not_run_says_so_for_both_batches() -> None:
     [case] = [case for case in cases_of("issue") if case.name == "issue/3b/4+1/zenflow"]
-    assert case.planned_host_gb is not None and case.planned_host_gb > 128, "this machine would be left without memory"
     row = {"case": case.name, "params": case.params, "run_id": "a", "status": "skipped", "error": "needs more"}
     assert [found["case"] for found in by_batch([row])] == ["3b/4/zenflow", "3b/1/zenflow"]
     assert markdown([row]).count("skipped: needs more") == 2

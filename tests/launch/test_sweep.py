@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import shutil
-import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from clean_process import in_clean_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks import curves
+from benchmarks import curves, sweep
 from benchmarks.accuracy import table
-from benchmarks.grid import Grid, GridCase
+from benchmarks.grid import Grid, GridCase, read_rows
 from benchmarks.grids import GRIDS, lsp_glue
-from benchmarks.sweep import Sweep, read_rows, remaining, run
 from ds_zo.records.rows import Row
 from ds_zo.tasks import make_task
 from ds_zo.tasks.embedded_model import FOLDER
 
-SCRIPT = Path(__file__).resolve().parent.parent.parent / "launch" / "sweep.py"
 PAIRS = [
     ("A man walks.", "A man is walking."),
     ("It fell.", "No dog sings."),
@@ -38,16 +32,6 @@ TABLES = {
     "stsb": [{"sentence1": a, "sentence2": b, "label": 4.5 - i} for i, (a, b) in enumerate(PAIRS)],
 }
 """Hand-written, in the public loaders' fields."""
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("launch_sweep", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def short(grid: Grid, *, tasks: Sequence[str], steps: int, names: Sequence[str] = ()) -> list[GridCase]:
@@ -88,17 +72,12 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Row]:
         *short(lsp_glue(128), tasks=["sst2"], steps=2, names=["lsp"]),
         *short(lsp_glue(128), tasks=["stsb"], steps=2),
     ]
-    sweep = Sweep(
-        SCRIPT.parent / "train.py",
-        folder / "rows.jsonl",
-        folder / "runs",
-        "embedded",
-        data_root=folder / "data",
-        arguments=("--num-eval", "4"),
-        start="fork",
-    )
-    assert in_clean_process(run, sweep, partial(remaining, cases)) == len(cases)
-    found = {row["key"]: row for row in read_rows(sweep.results)}
+    results = folder / "rows.jsonl"
+    told = ["--results", str(results), "--data-root", str(folder / "data"), "--", "--num-eval", "4"]
+    args = sweep.parse_args(told)
+    made = in_clean_process(sweep.run, args, [sweep.to_run(case, args, []) for case in cases])
+    assert len(made) == len(cases)
+    found = {row["key"]: row for row in read_rows(results)}
     assert list(found) == [case.key for case in cases]
     assert {row["status"] for row in found.values()} == {"ok"}, [row.get("last_words") for row in found.values()]
     return found
@@ -123,7 +102,7 @@ def test_heads_and_regression_beside_full_tuning_and_galore(rows: dict[str, Row]
     for (_, task), row in heads.items():
         assert row["metric"] == {"sst2": "accuracy", "stsb": "pearson"}[task]
         assert row["before"] is None and row["loss_first"] is not None and row["after"] is not None
-    assert heads["lsp", "stsb"]["config"]["optimizer"]["params"]["subspace_dim"] == 85
+    assert heads["lsp", "stsb"]["params"]["config"]["optimizer"]["params"]["subspace_dim"] == 85
     first = {heads[method, "stsb"]["loss_first"] for method in ("lsp", "adamw", "galore")}
     assert max(first) == pytest.approx(min(first), rel=1e-5), "the same head and data before the first update"
     text = table(list(heads.values()), grid=lsp_glue(128))
@@ -143,60 +122,51 @@ def test_lora_with_and_without_lomo_by_rank_and_by_step(rows: dict[str, Row], tm
         assert (tmp_path / name).stat().st_size > 1000
 
 
-def test_tuning_is_the_part_of_the_grid_that_chooses_rates(
-    tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tuning_is_the_part_of_the_grid_that_chooses_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "rows.jsonl"
-    script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results)])
+    sweep.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results)])
     said = capsys.readouterr().out.splitlines()[1:]
     tuned = {"adamw", "lora", "zo", "lomo", "adalomo", "lsp", "lsp-512"}
     assert {line.split("_")[0] for line in said} == tuned
     assert {line.split("_")[1] for line in said} == {"sst2", "rte"}
     results.write_text(json.dumps({"key": said[0].split(":")[0], "status": "failed", "task": "sst2"}) + "\n")
     for more, left in (([], 43), (["--retry-failed"], 44), (["--limit", "3"], 3)):
-        script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results), *more])
+        sweep.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results), *more])
         assert f"44 cases, {left} to run now" in capsys.readouterr().out
     results.write_text(2 * results.read_text())
-    script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results), "--retry-failed"])
+    sweep.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results), "--retry-failed"])
     assert "43 to run now" in capsys.readouterr().out, "once more, not for ever"
     row = {"key": said[0].split(":")[0], "status": "ok", "task": "sst2", "model": "DIR/embedded"}
     for model, left in (("embedded", 43), ("./other", 44)):
         results.write_text(json.dumps(row) + "\n")
-        script.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results), "--model", model])
+        sweep.main(["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results), "--model", model])
         said = capsys.readouterr().out
-        assert f"44 cases, {left} to run now" in said and f"rows-runs/{Path(model).name}/" in said
-    (tmp_path / "boolq").mkdir()
-    (tmp_path / "boolq" / "train.jsonl").write_text(json.dumps(TABLES["boolq"][0]) + "\n")
-    for more, time in ([], ", about "), (["--case-seconds", "5"], ", 5 s of training each\n"):
-        script.main(["--tasks", "boolq", "--data-root", str(tmp_path), "--results", "x", "--dry-run", *more])
-        assert time in capsys.readouterr().out
-    script.main(["--grid", "smoke", "--tasks", "boolq", "--data-root", str(tmp_path), "--results", "x", "--plan"])
-    assert "| zo | 2 |" in capsys.readouterr().out
+        assert f"44 cases, {left} to run now" in said
+    sweep.main(["--tasks", "boolq", "--results", "x", "--dry-run", "--case-seconds", "5"])
+    assert ", 5 s of training each\n" in capsys.readouterr().out
     results.write_text("")
     for path, message in ((tmp_path / "no", "looked for rows at .*: not found"), (results, "tells the rates of no")):
         with pytest.raises(SystemExit, match=message):
-            script.main(["--grid", "accuracy", "--results", "x", "--dry-run", "--rates-from", str(path)])
+            sweep.main(["--grid", "accuracy", "--results", "x", "--dry-run", "--rates-from", str(path)])
     row = {"key": "k", "status": "ok", "method": "zo", "task": "copa", "lr": 5e-6, "seed": 0, "dev": 0.5}
     results.write_text(json.dumps({**row, "metric": "accuracy"}) + "\n")
-    script.main(["--grid", "accuracy-seeds", "--results", "x", "--dry-run", "--rates-from", str(results)])
+    sweep.main(["--grid", "accuracy-seeds", "--results", "x", "--dry-run", "--rates-from", str(results)])
     said = capsys.readouterr().out
     assert "mezo_sst2_lr5e-06_" in said and "lr3e-06" not in said, "also where rates were chosen on other tasks"
-    script.main(["--grid", "curves", "--results", "x", "--dry-run", "--rates-from", str(results)])
+    sweep.main(["--grid", "curves", "--results", "x", "--dry-run", "--rates-from", str(results)])
     assert "tells no rate of lomo, lsp, lsp-dense, zero-offload: run at the grid's own" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"grid smoke has the methods .*; got nope \(--methods\)"):
-        script.main(["--grid", "smoke", "--methods", "nope", "--results", "x"])
+        sweep.main(["--grid", "smoke", "--methods", "nope", "--results", "x"])
 
 
-def test_rows_of_other_arguments_are_named(
-    tmp_path: Path, script: ModuleType, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_other_arguments_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = tmp_path / "rows.jsonl"
     command = ["--grid", "accuracy", "--tune", "--dry-run", "--results", str(results)]
-    script.main(command)
+    sweep.main(command)
     key = capsys.readouterr().out.splitlines()[1].partition(":")[0]
     own = next(list(case.arguments) for case in GRIDS["accuracy"].cases() if case.key == key)
     more = ["--num-eval", "2"]
     for made, asked, is_named in ((own, [], False), ([*own, *more], [], True), (own, more, True)):
         results.write_text(json.dumps({"key": key, "status": "ok", "task": "sst2", "arguments": made}) + "\n")
-        script.main([*command, "--", *asked])
+        sweep.main([*command, "--", *asked])
         assert (f"rows of other arguments in {results}: 1, such as {key}" in capsys.readouterr().out) is is_named
