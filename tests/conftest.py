@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 import cpuinfo
 import pytest
 
+from tests.helpers.processes import REPO, find_free_port, let_cpus_have_fp16, python_path, rank_environment
+
 if TYPE_CHECKING:
-    from warm_interpreter import WarmInterpreter
+    from tests.helpers.warm_interpreter import WarmInterpreter
 
 _BIN = Path(sys.executable).parent
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(_BIN.parent / "torch_extensions"))
@@ -29,32 +30,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if str(_BIN) not in os.environ["PATH"].split(os.pathsep):
     os.environ["PATH"] = f"{_BIN}{os.pathsep}{os.environ['PATH']}"  # ninja, for DeepSpeed's JIT builds
 
-REPO = Path(__file__).resolve().parent.parent
-HELPERS = REPO / "tests" / "helpers"
-"""Models, runs and references that several tests share."""
-sys.path.insert(0, str(HELPERS))
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 """Reading the processor's features takes a second. DeepSpeed reads them three times for each CPU Adam."""
-
-LONG_FILES = """
-distributed/test_lomo_ranks.py launch/test_train.py backends/zo/test_zo_traps.py
-launch/test_examples.py backends/zo/test_zo_matches_mezo.py backends/zo/test_zo_evaluation.py
-distributed/test_lsp_ranks.py plugin/test_plugin.py integrations/test_peft.py
-distributed/test_launchers.py checkpoint/test_kill.py backends/zo/test_zo_invariance.py
-distributed/test_zo_ranks.py checkpoint/test_resume_first_order.py backends/common/test_gathered_copies.py
-distributed/test_two_hosts.py checkpoint/test_faults.py checkpoint/test_resume.py
-distributed/test_zo_rank_checkpoints.py backends/lsp/test_lsp_training.py integrations/test_trainer.py
-test_readme.py backends/test_stream_order.py planner/test_repeated_blocks.py
-ops/test_kernels_interpreted.py backends/zo/test_zo_precision.py backends/recompute/test_compiled_blocks.py
-launch/test_sweep.py benchmarks/test_zo_case.py integrations/test_engine.py test_packaging.py
-bench/test_compare.py checkpoint/test_trajectory.py integrations/test_equivalence.py integrations/test_ranks.py
-backends/zo/test_zo_state.py backends/zo/test_zo_outputs.py integrations/test_accelerate.py
-benchmarks/test_accuracy_sweep.py benchmarks/test_lomo_speed.py backends/lomo/test_lomo_matches_sgd.py
-backends/lsp/test_lsp_streamed.py backends/lomo/test_adalomo.py streaming/test_loading.py
-backends/lomo/test_lomo_lifecycle.py backends/lomo/test_lomo_streamed.py distributed/test_zo_two_ranks.py
-""".split()
-"""They begin first, or a process that comes to one of them at the end works on alone. Those that start many processes
-are apart from one another."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,12 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed's launcher shows its ranks the devices again
         if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-            from warm_interpreter import WarmInterpreter
+            from tests.helpers.warm_interpreter import WarmInterpreter
 
             interpreter = WarmInterpreter(python_path(REPO))  # for all processes of xdist
             interpreter.start()
             config.add_cleanup(interpreter.close)
-    config.option.loadscopereorder = False  # xdist would begin with the files of most tests
+    config.option.loadscopereorder = False  # keeps the order of `pytest_collection_modifyitems`
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -88,10 +65,11 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of slow tests begin, then large files: a process that comes to a long file at the end works on alone."""
     import torch
 
-    places = {REPO / "tests" / name: place for place, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+    slow = {item.path for item in items if "slow" in item.keywords}
+    items.sort(key=lambda item: (item.path not in slow, -item.path.stat().st_size))
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -141,41 +119,9 @@ def _accelerates_choice_of_deepspeed_is_forgotten() -> Iterator[None]:
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
 
-def python_path(*folders: Path) -> str:
-    """For a child process: these folders, then those that this process was given."""
-    return os.pathsep.join(filter(None, (*map(str, folders), os.environ.get("PYTHONPATH"))))
-
-
-def find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.fixture
 def free_port() -> int:
     return find_free_port()
-
-
-def rank_environment(*, rank: int = 0, world_size: int = 1, port: int) -> dict[str, str]:
-    """What a launcher would set for one rank on this machine."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-
-
-def let_cpus_have_fp16() -> None:
-    """In this process. DeepSpeed refuses fp16 on a CPU without FP16 instructions, although torch computes it there:
-    tests of fp16 go below that check."""
-    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    CPU_Accelerator.is_fp16_supported = lambda self: True
 
 
 @pytest.fixture(scope="session")
@@ -198,7 +144,7 @@ def single_process() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm_interpreter() -> Iterator[WarmInterpreter]:
-    from warm_interpreter import WarmInterpreter
+    from tests.helpers.warm_interpreter import WarmInterpreter
 
     interpreter = WarmInterpreter(python_path(REPO))
     yield interpreter
@@ -215,7 +161,7 @@ def run_script(warm_interpreter: WarmInterpreter) -> Callable[..., subprocess.Co
 def run_ranks(warm_interpreter: WarmInterpreter) -> Callable[..., list[str]]:
     """Runs a script's text as a launcher's ranks on this machine: what each printed, by rank. ds_zo is not imported
     yet; `fresh`: nothing is, as where it has an environment, which interpreters and libraries read when they start."""
-    from warm_interpreter import run_fresh
+    from tests.helpers.warm_interpreter import run_fresh
 
     def run(
         script: str,

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from autoload_env import REPO, make_environment
 
 from ds_zo.cli import main
 from ds_zo.command_line import ENVIRONMENT
@@ -23,6 +22,7 @@ from ds_zo.commands import autoload
 from ds_zo.commands.run import STARTUP, python_of
 from ds_zo.plugin.patches import PATCHES
 from ds_zo.versions import SUPPORTED
+from tests.helpers.autoload_env import REPO, make_environment
 
 Python = Callable[..., str]
 

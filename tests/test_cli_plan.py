@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers as hf
-from conftest import REPO, python_path
-from warm_interpreter import WarmInterpreter
 
 from ds_zo.bench import machine
 from ds_zo.bench.machine_rates import noise_rate
 from ds_zo.cli import main
 from ds_zo.config.resolve import resolve
 from ds_zo.planner import plan, render
+from tests.helpers.processes import REPO, python_path
+from tests.helpers.warm_interpreter import WarmInterpreter
 
 
 def write_config(folder: Path, text: str) -> None:

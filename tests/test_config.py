@@ -8,6 +8,7 @@ import random
 import re
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.runtime import lr_schedules
@@ -354,6 +355,20 @@ def test_malformed_is_one_line_with_rule_value_remedy_and_place(
     assert caught.value.location == location
     assert all(word in message for word in words), message
     assert ";" in message or ":" in message, f"no remedy in: {message}"
+
+
+@pytest.mark.usefixtures("single_process")
+def test_malformed_configs_fail_in_initialize_as_they_do_in_resolve() -> None:
+    """Also where DeepSpeed reads, and would refuse, the key before an engine is made."""
+    for kind, edits, _, where in MALFORMED:
+        config = edited(base(kind), edits)
+        model = torch.nn.Linear(2, 2)
+        before = model.weight.data_ptr()
+        with pytest.raises(ConfigError) as caught:
+            deepspeed.initialize(model=model, config=config)
+        assert where in str(caught.value), (kind, edits)
+        assert "\n" not in str(caught.value)
+        assert model.weight.data_ptr() == before
 
 
 def test_there_are_enough_malformed_cases() -> None:

@@ -32,12 +32,12 @@ from typing import NamedTuple
 import pytest
 import torch
 import yaml
-from conftest import python_path
 from safetensors.torch import load_file
 
 from benchmarks.recipes import RECIPES
 from ds_zo.cli import main
 from ds_zo.config import backend_of, resolve
+from tests.helpers.processes import python_path
 
 REPO = Path(__file__).parents[1]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]

@@ -6,8 +6,9 @@ import os
 import random
 
 import pytest
-import support_sweep
-from support_matrix import CELLS, PAGE, REFUSED, TRAINS, outcomes, page, read_rows, status
+
+from tests.helpers import support_sweep
+from tests.helpers.support_matrix import CELLS, PAGE, REFUSED, TRAINS, outcomes, page, read_rows, status
 
 
 def test_the_page_is_made_from_the_rows() -> None:

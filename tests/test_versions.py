@@ -39,7 +39,8 @@ def test_the_newest_versions_of_the_table_are_those_that_were_tested() -> None:
 def test_a_deepspeed_without_one_of_its_internals_breaks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason for the upper bound of DeepSpeed: our engine calls private methods, which any release may rename."""
     import deepspeed
-    from tiny_models import tiny_batch, tiny_model
+
+    from tests.helpers.tiny_models import tiny_batch, tiny_model
 
     config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "ZO", "params": {"lr": 1e-4}}}
     engine = deepspeed.initialize(model=tiny_model("llama"), config=config)[0]

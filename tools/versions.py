@@ -100,7 +100,7 @@ def run_smoke(python: Path, folder: Path) -> dict[str, Any]:
     tests = [line for line in lines if line]
     environment = os.environ | {
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": f"{REPO}{os.pathsep}{REPO / 'tests' / 'helpers'}",
+        "PYTHONPATH": str(REPO),
         "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
@@ -108,7 +108,7 @@ def run_smoke(python: Path, folder: Path) -> dict[str, Any]:
         "HF_HUB_OFFLINE": "1",
     }
     log = folder / "smoke.log"
-    options = ["-p", "no_shared_memory_op", "-p", "no:cacheprovider", "-q", "-m", "not gpu", "--tb=short"]
+    options = ["-p", "tests.helpers.no_shared_memory_op", "-p", "no:cacheprovider", "-q", "-m", "not gpu", "--tb=short"]
     began = time.monotonic()
     with log.open("w") as file:
         command: list[str | Path] = [python, "-m", "pytest", *options, *tests]

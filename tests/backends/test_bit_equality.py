@@ -14,11 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from lomo_runs import assert_equal, batches, config_for, start, streamed, train
-from lsp_runs import current_weights, lsp_json, small
 from torch import nn
-from torch_threads import threads
-from zoo import CASES
+
+from tests.helpers.lomo_runs import assert_equal, batches, config_for, start, streamed, train
+from tests.helpers.lsp_runs import current_weights, lsp_json, small
+from tests.helpers.torch_threads import threads
+from tests.helpers.zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

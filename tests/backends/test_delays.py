@@ -15,16 +15,24 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from adapter_runs import adapted, adapter_json, start, weights
-from equivalence_runs import Weights, assert_same_weights, masters_of, on_device, one_step, parameters_of, zo_config
-from lomo_runs import config_for
-from lsp_runs import CPU, lsp_json
-from stream_delays import delay_streams, random_pause
-from tiny_models import tiny_batch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from zoo import Wandering, plain_batch, seeded
 
 from ds_zo.streaming.runtime import Runtime
+from tests.helpers.adapter_runs import adapted, adapter_json, start, weights
+from tests.helpers.equivalence_runs import (
+    Weights,
+    assert_same_weights,
+    masters_of,
+    on_device,
+    one_step,
+    parameters_of,
+    zo_config,
+)
+from tests.helpers.lomo_runs import config_for
+from tests.helpers.lsp_runs import CPU, lsp_json
+from tests.helpers.stream_delays import delay_streams, random_pause
+from tests.helpers.tiny_models import tiny_batch
+from tests.helpers.zoo import Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process", "deterministic")
 

@@ -9,8 +9,9 @@ from logging import LogRecord
 from typing import Any
 
 import pytest
-from lomo_runs import config_for, start, streamed
-from zo_runs import Toy, one_step, toy_batches
+
+from tests.helpers.lomo_runs import config_for, start, streamed
+from tests.helpers.zo_runs import Toy, one_step, toy_batches
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence_runs import on_device, parameters_of
-from lomo_runs import config_for, start, streamed
-from zo_runs import Toy, toy_batches
 
 import ds_zo
 from ds_zo.backends.common.interrupts import Interrupts
+from tests.helpers.equivalence_runs import on_device, parameters_of
+from tests.helpers.lomo_runs import config_for, start, streamed
+from tests.helpers.zo_runs import Toy, toy_batches
 
 pytestmark = pytest.mark.usefixtures("single_process")
 ROOT = str(Path(ds_zo.__file__).parent)

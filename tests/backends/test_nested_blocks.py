@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from lomo_runs import assert_close, start, streamed
-from lsp_runs import CPU, current_weights, lsp_json
-from mezo_reference import PlainMeZO
 from torch import nn
 from torch.nn import functional
-from zo_runs import log_lines, zo_json
+
+from tests.helpers.lomo_runs import assert_close, start, streamed
+from tests.helpers.lsp_runs import CPU, current_weights, lsp_json
+from tests.helpers.mezo_reference import PlainMeZO
+from tests.helpers.zo_runs import log_lines, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

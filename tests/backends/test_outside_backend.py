@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
-from conftest import HELPERS
 from pydantic import Field
-from test_config import base
-from tiny_models import tiny_batch, tiny_model
 from transformers import Trainer, TrainingArguments
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -28,6 +25,8 @@ from ds_zo.config import BACKENDS, ConfigError, OptimizerParams, backend_of, reg
 from ds_zo.config.docs import key_tables
 from ds_zo.planner import Estimate, Limits, Model, plan
 from ds_zo.plugin.engine import PluginEngine
+from tests.helpers.ranks import job
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("single_process")
 NUM_STEPS = 6
@@ -187,26 +186,19 @@ def test_it_trains_saves_and_resumes_through_trainer(tmp_path: Path) -> None:
     assert_equal(weights(resumed.model_wrapped), expected)
 
 
-RANKS = """
-import sys
-sys.path[:0] = sys.argv[1:]
-import deepspeed, torch
-import test_outside_backend as outside
-deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-outside.ds_zo.register_backend("PlainSGD", outside.PlainSGD)
-engine = outside.start(outside.config())
-rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-outside.train(engine, range(rank, 6, size))
-alone = outside.torch_sgd(range(6), device=engine.device, accumulation=2)
-outside.assert_close(outside.weights(engine), alone)
-print("ranks agree")
-"""
+def average(rank: int) -> dict[str, Any]:
+    """In a rank: its weights after training on every second batch, and one process's after all batches."""
+    size = torch.distributed.get_world_size()
+    ds_zo.register_backend("PlainSGD", PlainSGD)
+    engine = start(config())
+    train(engine, range(rank, 6, size))
+    return {"mine": weights(engine), "alone": torch_sgd(range(6), device=engine.device, accumulation=2)}
 
 
 @pytest.mark.slow
-def test_two_ranks_average_their_gradients(run_ranks: Callable[..., list[str]]) -> None:
-    folders = [Path(__file__).parent, Path(__file__).parents[1], HELPERS]
-    assert all("ranks agree" in output for output in run_ranks(RANKS, *map(str, folders)))
+def test_two_ranks_average_their_gradients() -> None:
+    for found in job(average, 2):
+        assert_close(found["mine"], found["alone"])
 
 
 # What the configuration says of it.
@@ -302,7 +294,7 @@ def test_a_name_is_taken_once() -> None:
         with pytest.raises(ValueError, match=f'optimizer type of its own.*"{taken}"'):
             ds_zo.register_backend(taken, PlainSGD, clips_gradients=True)
     assert registry.backend_names() == (*BACKENDS, "plainsgd")
-    assert all(resolve(base(kind)).backend == kind for kind in BACKENDS)
+    assert all(resolve(config(kind=kind)).backend == kind for kind in BACKENDS)
 
 
 def test_what_is_registered_must_be_a_backend() -> None:

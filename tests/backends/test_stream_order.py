@@ -9,9 +9,18 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
-from lomo_runs import assert_equal, start, streamed
-from lsp_runs import current_weights, lsp_json
-from stream_clocks import (
+from torch import nn
+
+from ds_zo.backends.lsp.scheduler import ServiceOrder
+from ds_zo.backends.lsp.transfers import Copy, CopyLane
+from ds_zo.backends.zo import block_store as zo_store
+from ds_zo.backends.zo.materialise import Materialiser
+from ds_zo.checkpoint.claims import Claims
+from ds_zo.streaming import block_store
+from ds_zo.streaming.units import Unit
+from tests.helpers.lomo_runs import assert_equal, start, streamed
+from tests.helpers.lsp_runs import current_weights, lsp_json
+from tests.helpers.stream_clocks import (
     HOST,
     Buffer,
     Clock,
@@ -24,16 +33,7 @@ from stream_clocks import (
     in_thread,
     install,
 )
-from torch import nn
-from zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
-
-from ds_zo.backends.lsp.scheduler import ServiceOrder
-from ds_zo.backends.lsp.transfers import Copy, CopyLane
-from ds_zo.backends.zo import block_store as zo_store
-from ds_zo.backends.zo.materialise import Materialiser
-from ds_zo.checkpoint.claims import Claims
-from ds_zo.streaming import block_store
-from ds_zo.streaming.units import Unit
+from tests.helpers.zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import transformers as hf
-from warm_interpreter import WarmInterpreter
 
 from ds_zo.bench import compare
 from ds_zo.bench.compare import add_arguments, main
@@ -24,6 +23,7 @@ from ds_zo.bench.workload import text_batches
 from ds_zo.cli import main as cli
 from ds_zo.records import environment
 from ds_zo.records.rows import Row, append_row
+from tests.helpers.warm_interpreter import WarmInterpreter
 
 REPO = Path(__file__).parents[2]
 NAMES = ["adamw", "zero3-offload-param", "zo", "lsp"]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_rows import MEASURED, rows
 
 from ds_zo.bench.compare import main
 from ds_zo.bench.headline import BEGIN, END
+from tests.bench.comparison_rows import MEASURED, rows
 
 TOLD = {"steps": 8, "warmup": 3, "max_s": 4.0, "seed": 0}
 

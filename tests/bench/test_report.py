@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison_rows import MEASURED, rows
 
 from ds_zo.bench.contenders import ALL, EXACTLY
 from ds_zo.bench.losses import time_to_loss
 from ds_zo.bench.report import contenders, markdown, page
+from tests.bench.comparison_rows import MEASURED, rows
 
 BROWSER = os.environ.get("DS_ZO_CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome-headless-shell"))), None

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import python_path
 
 from ds_zo.bench import runner
 from ds_zo.bench.runner import Case, read_rows, run_cases
 from ds_zo.records.rows import Row
+from tests.helpers.processes import python_path
 
 HERE = "bench_targets"
 

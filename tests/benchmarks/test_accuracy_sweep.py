@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clean_process import in_clean_process
 
 from benchmarks import sweep
 from benchmarks.accuracy import best_rates
@@ -20,6 +19,7 @@ from ds_zo.config import backend_of
 from ds_zo.config.resolve import resolve
 from ds_zo.records.rows import append_row
 from ds_zo.tasks import TASKS
+from tests.helpers.clean_process import in_clean_process
 
 
 @pytest.mark.parametrize("name", list(GRIDS))

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clean_process import in_clean_process
 
 from benchmarks.checkpoint_speed import METHODS, cases, report
 from ds_zo.bench.runner import run_cases
+from tests.helpers.clean_process import in_clean_process
 
 
 def test_cases_save_and_leave_nothing_behind(tmp_path: Path) -> None:

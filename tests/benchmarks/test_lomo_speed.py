@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from clean_process import in_clean_process
 from torch import nn
 
 from benchmarks.lomo_methods import MasterWeights
@@ -17,6 +16,7 @@ from benchmarks.lomo_report import TARGETS, markdown
 from benchmarks.lomo_speed import PRESETS, WARM, cases_of
 from ds_zo.bench.runner import Case, run_cases
 from ds_zo.records.rows import Row
+from tests.helpers.clean_process import in_clean_process
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HAS_PEER = importlib.util.find_spec("lomo_optim") is not None

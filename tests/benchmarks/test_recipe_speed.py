@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from clean_process import in_clean_process
 
 from benchmarks import recipes
 from benchmarks.recipe_speed import CONTENDERS, cases_of
@@ -16,6 +15,7 @@ from benchmarks.recipes import OWN_ROWS, RECIPES, recipe_block
 from ds_zo.bench.contenders import ALL
 from ds_zo.bench.entrant import EntrantSpec
 from ds_zo.bench.runner import run_cases
+from tests.helpers.clean_process import in_clean_process
 
 BY_FILE = {recipe.file: recipe for recipe in RECIPES}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

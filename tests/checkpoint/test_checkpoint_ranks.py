@@ -10,18 +10,17 @@ import pytest
 SCRIPT = """
 import sys
 from pathlib import Path
-sys.path[:0] = [sys.argv[1] + "/helpers", sys.argv[1]]
 import torch
 import deepspeed
 import ds_zo
 from ds_zo.checkpoint import CheckpointError
-from checkpoint_runs import assert_same_bits, planes, with_checkpoint
-from tiny_models import tiny_batch, tiny_model
-from zo_runs import engine_for, train, zo_json
+from tests.helpers.checkpoint_runs import assert_same_bits, planes, with_checkpoint
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import engine_for, train, zo_json
 
 deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
 rank = torch.distributed.get_rank()
-saves = Path(sys.argv[2])
+saves = Path(sys.argv[1])
 json = zo_json(interval=3, gradient_accumulation_steps=2, bf16={"enabled": True})
 batches = [tiny_batch("opt", seed=10 * i + rank, batch_size=2, length=6) for i in range(9)]
 
@@ -65,7 +64,7 @@ print("OUT done")
 
 @pytest.mark.slow
 def test_two_ranks(run_ranks: Callable[..., list[str]], tmp_path: Path) -> None:
-    outputs = run_ranks(SCRIPT, str(Path(__file__).resolve().parent.parent), str(tmp_path))
+    outputs = run_ranks(SCRIPT, str(tmp_path))
     assert all("OUT done" in out and "RAISED" in out for out in outputs)
     assert "another rank failed: checkpoint" in outputs[1]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "global_step2", "latest", "trajectory.bin"]

@@ -14,12 +14,9 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from checkpoint_runs import JSONS
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny_models import tiny_batch, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from zo_runs import Toy, assert_equal, engine_for, train, weights
 
 from ds_zo import cli
 from ds_zo.checkpoint import CheckpointError
@@ -27,6 +24,9 @@ from ds_zo.checkpoint.export import Spec, export, write_model_file
 from ds_zo.checkpoint.reader import open_folder
 from ds_zo.streaming.loading import load_pretrained
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED
+from tests.helpers.checkpoint_runs import JSONS
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import Toy, assert_equal, engine_for, train, weights
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import BATCHES, assert_same_bits, planes, start
-from first_order_runs import JSONS as FIRST_ORDER
-from first_order_runs import Epochs, assert_same_run, engine_of, everything, play
-from tiny_models import tiny_batch, tiny_model
-from zo_runs import engine_for, one_step, train, zo_json
 
 from ds_zo.checkpoint import CheckpointError, files, manifest
 from ds_zo.checkpoint import writer as writer_module
 from ds_zo.checkpoint.encoding import decode
 from ds_zo.checkpoint.trajectory import TrajectoryFile
+from tests.helpers.checkpoint_runs import BATCHES, assert_same_bits, planes, start
+from tests.helpers.first_order_runs import JSONS as FIRST_ORDER
+from tests.helpers.first_order_runs import Epochs, assert_same_run, engine_of, everything, play
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import engine_for, one_step, train, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -335,7 +335,7 @@ def test_another_model_is_refused_before_anything_changes(two_saves: Path) -> No
 
 
 def test_other_widths_are_refused(two_saves: Path) -> None:
-    from zo_runs import Toy
+    from tests.helpers.zo_runs import Toy
 
     engine = engine_for(Toy(width=32), zo_json(interval=3))
     with pytest.raises(CheckpointError, match=r"has shape \(.*\) there and \(.*\) here"):

@@ -20,7 +20,6 @@ NUM_KILLS = int(os.environ.get("DS_ZO_NUM_KILLS", "8"))
 SCRIPT = """
 import gc, os, random, signal, socket, sys, threading, time
 from pathlib import Path
-sys.path[:0] = [sys.argv[1] + "/helpers", sys.argv[1]]
 import torch
 import torch._dynamo  # what an engine would import when it is made
 import transformers.loss.loss_utils
@@ -28,16 +27,16 @@ import deepspeed
 import ds_zo.backends.zo.backend, ds_zo.backends.lomo.adalomo, ds_zo.backends.lsp.backend
 import ds_zo.backends.adapter.backend
 from deepspeed.accelerator import get_accelerator
-from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, with_checkpoint
-from first_order_runs import Epochs, assert_same_run, engine_of, everything, play
-from first_order_runs import JSONS as FIRST_ORDER
-from zo_runs import Toy, engine_for, one_step
+from tests.helpers.checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, with_checkpoint
+from tests.helpers.first_order_runs import Epochs, assert_same_run, engine_of, everything, play
+from tests.helpers.first_order_runs import JSONS as FIRST_ORDER
+from tests.helpers.zo_runs import Toy, engine_for, one_step
 
 # Nothing here starts a thread: what is forked from this process is whole.
 gc.collect()
 gc.freeze()  # or every child copies all pages to look through them
-folder, num_kills = Path(sys.argv[2]), int(sys.argv[3])
-random.seed(int(sys.argv[4]))
+folder, num_kills = Path(sys.argv[1]), int(sys.argv[2])
+random.seed(int(sys.argv[3]))
 CASES = [("fp32", {}), ("bf16 split", {"asynchronous": True}), ("bf16 wire", {"trajectory": True, "keep_last": 2}),
          ("fp8 split", {"trajectory": True, "asynchronous": True, "keep_last": 1}),
          ("LOMO, bf16, streamed", {"asynchronous": True}), ("AdaLOMO, bf16, streamed", {"keep_last": 2}),
@@ -182,8 +181,7 @@ print("OUT", len(lost), max(lost))
 
 @pytest.mark.slow
 def test_kill_at_random_moments(run_python, tmp_path: Path) -> None:
-    tests = str(Path(__file__).resolve().parent.parent)
-    out = run_python(SCRIPT, tests, str(tmp_path), str(NUM_KILLS), "1", timeout_s=240 + 10 * NUM_KILLS)
+    out = run_python(SCRIPT, str(tmp_path), str(NUM_KILLS), "1", timeout_s=240 + 10 * NUM_KILLS)
     assert f"OUT {NUM_KILLS} " in out
     assert out.count("KILLED") == NUM_KILLS
 

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorded_runs import record_all
 from safetensors.torch import load_file
-from write_fixtures import PARAMS, start, train, weights
+
+from tests.checkpoint.write_fixtures import PARAMS, start, train, weights
+from tests.helpers.recorded_runs import record_all
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import JSONS as ZO
-from first_order_runs import JSONS, Epochs, play
-from lomo_runs import lively, start
-from lsp_runs import lsp_json
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_zo.checkpoint import CheckpointError
+from tests.helpers.checkpoint_runs import JSONS as ZO
+from tests.helpers.first_order_runs import JSONS, Epochs, play
+from tests.helpers.lomo_runs import lively, start
+from tests.helpers.lsp_runs import lsp_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

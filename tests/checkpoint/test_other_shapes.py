@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import JSONS as ZO
-from lomo_runs import config_for, start, streamed
-from lsp_runs import lsp_json
 from safetensors.torch import save_file
 from torch import nn
 
 from ds_zo.checkpoint import CheckpointError
+from tests.helpers.checkpoint_runs import JSONS as ZO
+from tests.helpers.lomo_runs import config_for, start, streamed
+from tests.helpers.lsp_runs import lsp_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_two_writers import save
 
 from ds_zo.checkpoint import files, manifest
 from ds_zo.checkpoint.reader import open_folder
+from tests.helpers.small_saves import save
 
 
 @dataclass

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recorded_runs import RUNS, STEPS, record
+
+from tests.helpers.recorded_runs import RUNS, STEPS, record
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

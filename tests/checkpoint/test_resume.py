@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
-from tiny_models import tiny_batch, tiny_model
-from zo_runs import Toy, assert_equal, engine_for, log_lines, one_step, train, weights, zo_json
+
+from tests.helpers.checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import Toy, assert_equal, engine_for, log_lines, one_step, train, weights, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -10,14 +10,14 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from first_order_runs import JSONS, Epochs, assert_same_run, engine_of, everything, play
-from lomo_runs import lively, start
-from lsp_runs import lsp_json, small
-from tiny_models import tiny_batch
 
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.encoding import encode
 from ds_zo.checkpoint.preemption import Preemption
+from tests.helpers.first_order_runs import JSONS, Epochs, assert_same_run, engine_of, everything, play
+from tests.helpers.lomo_runs import lively, start
+from tests.helpers.lsp_runs import lsp_json, small
+from tests.helpers.tiny_models import tiny_batch
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -16,11 +16,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from checkpoint_runs import assert_same_bits, planes
-from equivalence_runs import one_step, zo_config, zo_engine
-from first_order_runs import JSONS, Epochs, assert_same_run, engine_of, everything, play
 from torch import nn
-from zoo import Wandering, plain_batch, seeded
 
 from ds_zo.checkpoint import files
 from ds_zo.checkpoint.encoding import encode
@@ -28,6 +24,10 @@ from ds_zo.checkpoint.reader import open_folder
 from ds_zo.checkpoint.rebuild import replay
 from ds_zo.checkpoint.trajectory import FILE, read_trajectory
 from ds_zo.streaming.runtime import Runtime
+from tests.helpers.checkpoint_runs import assert_same_bits, planes
+from tests.helpers.equivalence_runs import one_step, zo_config, zo_engine
+from tests.helpers.first_order_runs import JSONS, Epochs, assert_same_run, engine_of, everything, play
+from tests.helpers.zoo import Wandering, plain_batch, seeded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
 

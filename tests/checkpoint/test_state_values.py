@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoint_runs import start
 from safetensors import safe_open
-from zo_runs import Toy, engine_for, zo_json
 
 from ds_zo.checkpoint import CheckpointError, files
 from ds_zo.checkpoint.encoding import decode, encode
+from tests.helpers.checkpoint_runs import start
+from tests.helpers.zo_runs import Toy, engine_for, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

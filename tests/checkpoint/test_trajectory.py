@@ -11,17 +11,17 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
-from zo_runs import Toy, assert_equal, engine_for, log_lines, train, weights, zo_json
 
 from ds_zo import cli
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.rebuild import replay
 from ds_zo.checkpoint.trajectory import read_trajectory
+from tests.helpers.checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import Toy, assert_equal, engine_for, log_lines, train, weights, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -184,7 +184,7 @@ def test_recovery_further_than_the_replay_log_reaches_with_a_schedule(tmp_path: 
     json_ = zo_json(interval=5, scheduler=schedule, bf16={"enabled": True}, gradient_accumulation_steps=1)
     json_ = with_checkpoint(json_, trajectory=True, trajectory_dir=str(tmp_path / "log"))
     batches = [BATCHES[i % len(BATCHES)] for i in range(75)]
-    from zo_runs import Toy
+    from tests.helpers.zo_runs import Toy
 
     first = engine_for(Toy(), json_)
     train(first, batches[:1])

@@ -12,16 +12,16 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
 from safetensors.torch import load_file
-from tiny_models import tiny_batch, tiny_model
-from zo_runs import Toy, assert_equal, engine_for, log_lines, toy_batches, train, weights
 
 from ds_zo import cli
 from ds_zo.checkpoint import CheckpointError, files
 from ds_zo.checkpoint import trajectory as trajectory_module
 from ds_zo.checkpoint.rebuild import replay
 from ds_zo.checkpoint.trajectory import UNSAVED, read_trajectory
+from tests.helpers.checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import Toy, assert_equal, engine_for, log_lines, toy_batches, train, weights
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

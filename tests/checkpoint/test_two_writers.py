@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_saves import NUM_PIECES, make_save, save
 from tqdm import tqdm
 from tqdm.std import TqdmDefaultWriteLock
 
 from ds_zo.checkpoint import CheckpointError, files, manifest, owners
 from ds_zo.checkpoint.reader import open_folder
 from ds_zo.checkpoint.writer import BackgroundWriter, write_checkpoint
+from tests.helpers.small_saves import NUM_PIECES, make_save, save
 
 
 def in_processes(*calls: Callable[[], None]) -> None:

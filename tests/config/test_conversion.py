@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from client_jsons import BUCKETS, OF_CLIENTS, ON_HOST, PRECISION, STAGE3, WARMUP
 
 from benchmarks import recipes
 from ds_zo.config import BACKENDS, ConfigError, backend_of
@@ -22,6 +21,7 @@ from ds_zo.config.learning_rates import STARTING_RATES, starting_rate
 from ds_zo.config.stock import read_stock
 from ds_zo.training.arguments import parse_args
 from ds_zo.training.json_config import read_config
+from tests.helpers.client_jsons import BUCKETS, OF_CLIENTS, ON_HOST, PRECISION, STAGE3, WARMUP
 
 REPO = Path(__file__).parents[2]
 SHIPPED = sorted((REPO / "ds_configs").glob("*.json"))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HELPERS
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
@@ -16,11 +15,10 @@ pytestmark = pytest.mark.slow
 SCRIPT = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
 import deepspeed, torch
 import ds_zo
-from adapter_runs import adapted, adapter_json, start, weights
-from tiny_models import tiny_batch
+from tests.helpers.adapter_runs import adapted, adapter_json, start, weights
+from tests.helpers.tiny_models import tiny_batch
 
 folder = Path(sys.argv[1])
 deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
@@ -65,7 +63,7 @@ torch.save(results, folder / f"{world_size}-{rank}.pt")
 def runs(run_ranks: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder: Path = tmp_path_factory.mktemp("adapter")
     for num_ranks in (1, 2):
-        run_ranks(SCRIPT, str(folder), str(HELPERS), num_ranks=num_ranks)
+        run_ranks(SCRIPT, str(folder), num_ranks=num_ranks)
     return {path.stem: torch.load(path) for path in folder.glob("*.pt")}
 
 

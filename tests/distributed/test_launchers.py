@@ -12,21 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from autoload_env import make_environment
-from conftest import HELPERS, REPO, python_path
-from warm_interpreter import WarmInterpreter
 
 from ds_zo.commands.run import STARTUP
+from tests.helpers.autoload_env import make_environment
+from tests.helpers.processes import REPO, python_path
+from tests.helpers.warm_interpreter import WarmInterpreter
 
 SCRIPT = """
 import os, sys
-sys.path.insert(0, sys.argv[1])
 import torch
 import deepspeed
 if "DS_ZO_AUTOLOAD" in os.environ:
     assert "ds_zo" in sys.modules, "imported after DeepSpeed"
 import ds_zo
-from zo_runs import Toy, one_step, zo_json
+from tests.helpers.zo_runs import Toy, one_step, zo_json
 
 for name in deepspeed.ops.__compatible_ops__:
     deepspeed.ops.__compatible_ops__[name] = False  # nothing here needs DeepSpeed's compiled extensions
@@ -79,7 +78,7 @@ def test_launcher(launcher: str, tmp_path: Path, free_port: int, warm_interprete
         script.write_text(SCRIPT + FRESH)
     else:
         script.write_text(SCRIPT)
-    command += [str(script), str(HELPERS), str(tmp_path)]
+    command += [str(script), str(tmp_path)]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))

@@ -7,21 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from lomo_rank_cases import CASES, apart, death, resume, runs, save, uneven, wire, with_stage
-from zo_rank_cases import run_job
 
-
-def job(work: Any, num_ranks: int, *args: Any) -> list[Any]:
-    found = run_job(work, num_ranks, *args)
-    for rank, answer in enumerate(found):
-        assert isinstance(answer, dict), f"rank {rank}: {answer}"
-    return found
-
-
-def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], *, atol: float = 1e-6) -> None:
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        torch.testing.assert_close(value, b[name], rtol=1e-6, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+from tests.helpers.lomo_rank_cases import CASES, apart, death, resume, runs, save, uneven, wire, with_stage
+from tests.helpers.lomo_runs import assert_close
+from tests.helpers.ranks import job, run_job
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from lomo_rank_cases import CASES, resume, runs, save, uneven
-from test_lomo_ranks import assert_close, job
+
+from tests.helpers.lomo_rank_cases import CASES, resume, runs, save, uneven
+from tests.helpers.lomo_runs import assert_close
+from tests.helpers.ranks import job
 
 pytestmark = pytest.mark.gpu
 

@@ -7,25 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from lsp_rank_cases import CASES, ON_FOUR, choose, compare, death, freeze, overlap, resume, save, strided
-from zo_rank_cases import run_job
+
+from tests.helpers.lomo_runs import assert_equal
+from tests.helpers.lsp_rank_cases import CASES, ON_FOUR, choose, compare, death, freeze, overlap, resume, save, strided
+from tests.helpers.ranks import job, run_job
 
 Results = dict[int, list[dict[str, Any]]]
 
 
-def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert torch.equal(value, b[name]), name
-
-
 @pytest.fixture(scope="module")
 def results() -> Results:
-    found = {n: run_job(compare, n) for n in (1, 2, 4)}
-    for num_ranks, answers in found.items():
-        for rank, mine in enumerate(answers):
-            assert isinstance(mine, dict), f"rank {rank} of {num_ranks}: {mine}"
-    return found
+    return {n: job(compare, n) for n in (1, 2, 4)}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -36,7 +28,7 @@ def test_ranks_are_one_of_the_global_batch(name: str, results: Results) -> None:
     for num_ranks in (2, 4) if name in ON_FOUR else (2,):
         first, *others = (mine[name] for mine in results[num_ranks])
         for other in others:
-            equal(other["weights"], first["weights"])
+            assert_equal(other["weights"], first["weights"])
             assert (other["norm"], other["skipped"]) == (first["norm"], first["skipped"])
         for key, value in first["weights"].items():
             torch.testing.assert_close(value, alone["weights"][key], rtol=0, atol=atol, msg=f"{num_ranks} {key}")
@@ -70,7 +62,7 @@ def test_work_begins_inside_the_backward_and_a_rank_reads_alone() -> None:
         assert isinstance(mine, dict), mine
         assert mine["after_backward"] == {"UPDATING"} and mine["after_step"] == {"UPDATE_PENDING"}
         if mine["alone"]:
-            equal({name: mine["alone"][name] for name in mine["weights"]}, mine["weights"])
+            assert_equal({name: mine["alone"][name] for name in mine["weights"]}, mine["weights"])
 
 
 @pytest.mark.parametrize("stage", [0, 2])
@@ -82,7 +74,7 @@ def test_a_layer_that_a_batch_leaves_out_holds_nobody_up(stage: int) -> None:
         assert isinstance(mine, dict), mine
         for projector, atol in (("random", 1e-6), ("learned", 5e-5)):
             assert mine[projector]["moved"] == [True, True, False, True]
-            equal(mine[projector]["weights"], both[0][projector]["weights"])
+            assert_equal(mine[projector]["weights"], both[0][projector]["weights"])
             for name, value in mine[projector]["weights"].items():
                 torch.testing.assert_close(value, alone[projector]["weights"][name], rtol=0, atol=atol)
 
@@ -93,7 +85,7 @@ def test_a_rank_without_a_gradient_of_a_strided_parameter(stage: int, offload: b
     both = run_job(strided, 2, stage, offload)
     for mine in both:
         assert isinstance(mine, dict), mine
-        equal(mine, both[0])
+        assert_equal(mine, both[0])
         for name, value in mine.items():
             torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-6, msg=name)
 
@@ -106,7 +98,7 @@ def test_gradients_of_parameters_that_are_frozen_before_their_step_count_on_all_
     [alone] = run_job(freeze, 1, case)
     first, second = run_job(freeze, 2, case)
     assert isinstance(first, dict), first
-    equal(second, first)
+    assert_equal(second, first)
     for name, value in first.items():
         torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-6, msg=name)
 
@@ -115,7 +107,7 @@ def test_a_short_last_batch_keeps_ranks_together_and_a_rank_that_dies_ends_the_o
     """At once where its connections close, within the group's timeout (5 s here) where they don't."""
     (weights, message, seconds), dead = run_job(death, 2, tmp_path, wait=5)
     assert dead is None
-    equal(weights, torch.load(tmp_path / "weights.pt"))
+    assert_equal(weights, torch.load(tmp_path / "weights.pt"))
     assert "died or stopped" in message and "load_checkpoint" in message, message
     assert seconds < 15
 
@@ -133,4 +125,4 @@ def test_checkpoints_of_n_ranks_resume_on_m(tmp_path: Path) -> None:
         for name, weights in mine.items():
             seen = weights.pop("norms")
             assert torch.equal(seen, norms[name][-len(seen) :]), name
-            equal(weights, alone[name])
+            assert_equal(weights, alone[name])

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from lsp_rank_cases import json_of
-from zo_rank_cases import run_job
+
+from tests.helpers.lsp_rank_cases import json_of
+from tests.helpers.ranks import run_job
 
 pytestmark = pytest.mark.gpu
 
@@ -26,9 +27,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 def compare_on_gpu(rank: int, folder: Path) -> dict[str, Any]:
     """Every rank has the same batch, so two make the steps of one; each schedule and number of ranks the same bits."""
-    from lomo_runs import start
-    from lsp_runs import current_weights
-    from zoo import Wandering, plain_batch, seeded
+    from tests.helpers.lomo_runs import start
+    from tests.helpers.lsp_runs import current_weights
+    from tests.helpers.zoo import Wandering, plain_batch, seeded
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     found: dict[str, Any] = {}

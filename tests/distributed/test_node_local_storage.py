@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from node_local_cases import JSONS, save_and_load
-from zo_rank_cases import run_job
+
+from tests.helpers.node_local_cases import JSONS, save_and_load
+from tests.helpers.ranks import run_job
 
 
 @pytest.mark.parametrize("name", JSONS)

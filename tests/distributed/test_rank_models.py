@@ -7,19 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import HELPERS
 
 pytest.importorskip("peft")
 
 SCRIPT = """
 import json, random, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
 import deepspeed, torch
 import ds_zo.config
-from adapter_runs import adapter_json, peft
+from tests.helpers.adapter_runs import adapter_json, peft
 from ds_zo.checkpoint.reader import open_folder
-from tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 folder = Path(sys.argv[1])
@@ -89,13 +87,13 @@ def run(change, backend, stage, form, by_files):
     engine.destroy()
     return "made"
 
-for seed in range(int(sys.argv[3])):
+for seed in range(int(sys.argv[2])):
     print("OUT" + json.dumps([CHANGES[case(seed)["change"]], case(seed)["stage"], run(**case(seed)), str(case(seed))]))
 """
 
 
 def test_ranks_with_other_models_are_refused(run_ranks: Callable[..., list[str]], tmp_path: Path) -> None:
-    outs = run_ranks(SCRIPT, str(tmp_path), str(HELPERS), "24")
+    outs = run_ranks(SCRIPT, str(tmp_path), "24")
     found, other = ([json.loads(line[3:]) for line in out.splitlines() if line.startswith("OUT")] for out in outs)
     assert found == other and len(found) == 24
     for expected, stage, text, case in found:

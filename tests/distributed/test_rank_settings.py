@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 SCRIPT = """
-import json, sys
-from pathlib import Path
-sys.path[:0] = [sys.argv[1] + "/helpers", sys.argv[1]]
+import json
 import deepspeed, torch
 import ds_zo.config
-from lomo_runs import config_for, streamed
-from zo_runs import Toy, toy_batches
+from tests.helpers.lomo_runs import config_for, streamed
+from tests.helpers.zo_runs import Toy, toy_batches
 
 deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
 rank = torch.distributed.get_rank()
@@ -53,7 +50,7 @@ print("OUT" + json.dumps(found))
 
 
 def test_settings_that_differ_are_named_by_every_rank(run_ranks: Callable[..., list[str]]) -> None:
-    outs = run_ranks(SCRIPT, str(Path(__file__).resolve().parent.parent))
+    outs = run_ranks(SCRIPT)
     found = [json.loads(next(line for line in out.splitlines() if line.startswith("OUT"))[3:]) for out in outs]
     assert found[0] == found[1]
     places = {

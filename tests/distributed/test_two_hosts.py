@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HELPERS, REPO, find_free_port, python_path
-from warm_interpreter import WarmInterpreter
+
+from tests.helpers.processes import REPO, find_free_port, python_path
+from tests.helpers.warm_interpreter import WarmInterpreter
 
 TRAIN = """
 import socket
 import sys
 import deepspeed, torch
 import ds_zo
-from zo_runs import Toy, toy_batches, zo_json  # without transformers, which each host would import first
+from tests.helpers.zo_runs import Toy, toy_batches, zo_json  # without transformers, which each host would import first
 
 for name in deepspeed.ops.__compatible_ops__:
     deepspeed.ops.__compatible_ops__[name] = False  # nothing here needs DeepSpeed's compiled extensions
@@ -97,7 +98,7 @@ def test_two_hosts_through_the_multi_host_launcher(tmp_path: Path, warm_interpre
     (tmp_path / "hosts").write_text("10.77.0.1 slots=1\n10.77.0.2 slots=1\n")
     set_by_launchers = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in set_by_launchers}
-    env["PYTHONPATH"] = python_path(REPO, REPO / "tests", HELPERS)
+    env["PYTHONPATH"] = python_path(REPO)
     launcher = [warm_interpreter.python(), "-m", "deepspeed.launcher.runner"]
     env |= {"DEEPSPEED": shlex.join(launcher), "PORT": str(find_free_port())}
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}  # gloo, on any machine

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from zo_rank_cases import BF16, resume, resume_in_window, run_job, save, save_in_window
+
+from tests.helpers.checkpoint_runs import assert_same_bits
+from tests.helpers.ranks import job, run_job
+from tests.helpers.zo_rank_cases import BF16, resume, resume_in_window, save, save_in_window
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "whole": {"stage": 0, **BF16},
@@ -16,28 +19,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        if isinstance(value, torch.Tensor):
-            assert torch.equal(value.view(torch.uint8), b[name].view(torch.uint8)), name
-        else:
-            assert value == b[name], name
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[Any]]:
     """Folders by the number of ranks that wrote them."""
     root = tmp_path_factory.mktemp("saved")
-    return {root / str(n): run_job(save, n, root / str(n), SETTINGS) for n in (1, 2, 4)}
+    return {root / str(n): job(save, n, root / str(n), SETTINGS) for n in (1, 2, 4)}
 
 
 def test_every_rank_had_the_same_bits(saved: dict[Path, list[Any]]) -> None:
-    for folder, found in saved.items():
-        for rank, mine in enumerate(found):
-            assert isinstance(mine, dict), f"rank {rank} of {folder.name}: {mine}"
+    for found in saved.values():
+        for mine in found:
             for name in SETTINGS:
-                same(mine[name], found[0]["whole"])
+                assert_same_bits(mine[name], found[0]["whole"])
                 assert mine[f"{name} next"] == found[0]["whole next"]
             assert mine["loaded"] == "third", "a rank that does not write has to wait for the one that does"
 
@@ -48,13 +41,12 @@ def test_resumes_on(num_ranks: int, saved: dict[Path, list[Any]]) -> None:
     ranks of the same number, which two or four times over is exact.) Every pair of saving ranks, loading ranks, saved
     store and loading store, not every combination of the four."""
     settings = {name: SETTINGS[name] for name in ("whole", "sharded")}
-    for rank, mine in enumerate(run_job(resume, num_ranks, list(saved), settings)):
-        assert isinstance(mine, dict), f"rank {rank}: {mine}"
+    for mine in job(resume, num_ranks, list(saved), settings):
         assert len(mine) == len(saved) * len(settings)
         for case, found in mine.items():
             folder, kind, _ = case.split(", ")
             before = next(answers for path, answers in saved.items() if path.name == folder)[0]
-            same(found["bits"], before[kind])
+            assert_same_bits(found["bits"], before[kind])
             assert found["next"] == before[f"{kind} next"], case
 
 
@@ -62,8 +54,7 @@ def test_another_number_of_ranks_begins_a_new_window(tmp_path: Path) -> None:
     """The sums of an unfinished window belong to the ranks that made them."""
     assert run_job(save_in_window, 2, tmp_path) == [True, True]
     for num_ranks, steps in ((1, [1, 1, 2, 2, 2, 3, 3]), (2, [2, 2, 2, 3, 3, 3, 4])):
-        for found in run_job(resume_in_window, num_ranks, tmp_path):
-            assert isinstance(found, dict), found
+        for found in job(resume_in_window, num_ranks, tmp_path):
             assert any(found["projected"]) is (num_ranks == 2)
             assert found["steps"] == steps
 
@@ -72,4 +63,4 @@ def test_one_file_of_weights_from_a_sharded_store(saved: dict[Path, list[Any]]) 
     for folder in saved:
         files = [torch.load(folder / name / "model.bin") for name in SETTINGS]
         for other in files[1:]:
-            same(files[0], other)
+            assert_same_bits(files[0], other)

@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from zo_rank_cases import (
+
+from tests.helpers.checkpoint_runs import assert_same_bits
+from tests.helpers.ranks import job, run_job
+from tests.helpers.zo_rank_cases import (
     NUM_STEPS,
     STORAGES,
     alone,
@@ -22,7 +25,6 @@ from zo_rank_cases import (
     machines,
     refusal,
     resumed_random_states,
-    run_job,
     storages,
     trained_positions,
     uneven,
@@ -32,19 +34,6 @@ from zo_rank_cases import (
 LR, EPS = 1e-3, 1e-3
 G_ERROR = 2 * 3.5e-6 / (2 * EPS)
 BOUND = NUM_STEPS * LR * G_ERROR * 5 * 2
-
-
-def job(work: Any, num_ranks: int, *args: Any, **settings: Any) -> list[Any]:
-    found = run_job(work, num_ranks, *args, **settings)
-    for rank, answer in enumerate(found):
-        assert isinstance(answer, dict), f"rank {rank}: {answer}"
-    return found
-
-
-def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    different = [name for name in a if not torch.equal(a[name], b[name])]
-    assert not different, f"differ: {different}"
 
 
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
@@ -173,7 +162,7 @@ def test_a_rank_that_dies_or_stops_ends_the_others(way: str, tmp_path: Path) -> 
 
 
 def loaded(rank: int, folder: Path) -> dict[str, Any]:
-    from zo_rank_cases import engine, json_for
+    from tests.helpers.zo_rank_cases import engine, json_for
 
     made = engine(json_for())
     made.load_checkpoint(str(folder))

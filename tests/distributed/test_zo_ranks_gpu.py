@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_zo_ranks import assert_same_bits, job
-from zo_rank_cases import BF16, STORAGES, alone, filled, resume, save, storages
+
+from tests.helpers.checkpoint_runs import assert_same_bits
+from tests.helpers.ranks import job
+from tests.helpers.zo_rank_cases import BF16, STORAGES, alone, filled, resume, save, storages
 
 pytestmark = pytest.mark.gpu
 

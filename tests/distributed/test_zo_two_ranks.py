@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import HELPERS
-from tiny_models import tiny_model
+
+from tests.helpers.tiny_models import tiny_model
 
 SCRIPT = """
 import sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[2])
 import deepspeed, torch
 import transformers as hf
 import ds_zo
 from ds_zo.streaming.loading import load_pretrained
-from tiny_models import tiny_batch, tiny_model
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 folder = Path(sys.argv[1])
 deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
@@ -77,7 +76,7 @@ def results(run_ranks: Callable[..., list[str]], tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("ranks")
     tiny_model("llama", num_hidden_layers=2).save_pretrained(folder / "model")
     for world_size in (2, 1):
-        run_ranks(SCRIPT, str(folder), str(HELPERS), num_ranks=world_size)
+        run_ranks(SCRIPT, str(folder), num_ranks=world_size)
     return {file.stem: torch.load(file) for file in Path(folder).glob("*.pt")}
 
 

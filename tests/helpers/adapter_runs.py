@@ -9,8 +9,9 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from tiny_models import tiny_batch, tiny_model
 from torch import nn
+
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 peft = pytest.importorskip("peft")
 LR = 1e-2

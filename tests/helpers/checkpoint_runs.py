@@ -6,9 +6,9 @@ import copy
 from typing import Any
 
 import torch
-from zo_runs import Toy, engine_for, toy_batches, zo_json
 
 from ds_zo.checkpoint.layout import unit_tensors
+from tests.helpers.zo_runs import Toy, engine_for, toy_batches, zo_json
 
 BF16 = {"bf16": {"enabled": True}}
 JSONS: dict[str, dict[str, Any]] = {

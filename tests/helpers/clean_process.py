@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-from forkserver import forkserver_context
+from tests.helpers.forkserver import forkserver_context
 
 
 def in_clean_process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 import transformers as hf
-from moe_configs import moe_configs
-from tiny_models import VOCAB, tiny_batch
 from torch import nn
-from zoo import Batch, Case
+
+from tests.helpers.moe_configs import moe_configs
+from tests.helpers.tiny_models import VOCAB, tiny_batch
+from tests.helpers.zoo import Batch, Case
 
 IMAGE, START, END = VOCAB - 1, VOCAB - 2, VOCAB - 3
 """Tokens that stand for a part of an image, and around an image."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from checkpoint_runs import assert_same_bits
-from lomo_runs import config_for, lively, start, streamed
-from lsp_runs import lsp_json
-from tiny_models import tiny_batch
 
 from ds_zo.checkpoint.encoding import encode
 from ds_zo.checkpoint.snapshot import host_copy
+from tests.helpers.checkpoint_runs import assert_same_bits
+from tests.helpers.lomo_runs import config_for, lively, start, streamed
+from tests.helpers.lsp_runs import lsp_json
+from tests.helpers.tiny_models import tiny_batch
 
 SCHEDULE = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.9}}
 BF16 = {"bf16": {"enabled": True}}

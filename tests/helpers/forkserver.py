@@ -8,7 +8,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch
-from warm_interpreter import ADDRESS
+
+from tests.helpers.warm_interpreter import ADDRESS
 
 PRELOAD = [
     *("ds_zo.backends.zo.backend", "ds_zo.backends.lomo.adalomo", "ds_zo.backends.lsp.backend", "ds_zo.bench.runner"),

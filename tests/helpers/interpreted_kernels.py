@@ -15,24 +15,28 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.helpers.processes import REPO, python_path
+
 if TYPE_CHECKING:
-    from warm_interpreter import WarmInterpreter
+    from tests.helpers.warm_interpreter import WarmInterpreter
 
-REPO = Path(__file__).resolve().parents[2]
+MODULES = ["tests.ops.kernel_checks", "tests.optim.lomo_kernel_checks", "tests.projectors.projector_checks"]
 
 
-def names_of_checks(file: Path) -> list[str]:
+def names_of_checks(module: str) -> list[str]:
     """Read in its source: importing it would import Triton."""
+    file = REPO / Path(*module.split(".")).with_suffix(".py")
     functions = (node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef))
     return [function.name.removeprefix("check_") for function in functions if function.name.startswith("check_")]
 
 
-def errors_of_checks(file: Path, warm_interpreter: WarmInterpreter) -> dict[str, str | None]:
+def errors_of_checks(module: str, warm_interpreter: WarmInterpreter) -> dict[str, str | None]:
     """Traceback of each check, or None."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = warm_interpreter.run(__file__, file, cwd=REPO, env=environment, timeout_s=600)
+    environment["PYTHONPATH"] = python_path(REPO)
+    done = warm_interpreter.run(__file__, module, cwd=REPO, env=environment, timeout_s=600)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == len(names_of_checks(file)), done.stderr
+    assert len(lines) == len(names_of_checks(module)), done.stderr
     return {line["check"]: line["error"] for line in lines}
 
 
@@ -80,14 +84,13 @@ def let_scalars_be_indices() -> None:
     interpreter._patch_lang_tensor = replace_and_mend
 
 
-def main(file: Path) -> None:
+def main(module: str) -> None:
     """One JSON line for each check: its name and its traceback, or null."""
     warnings.simplefilter("ignore")
     import_triton_anew()
-    sys.path[:0] = [str(REPO), str(file.parent)]
     replace_language_once_a_launch()
     let_scalars_be_indices()
-    for name, check in importlib.import_module(file.stem).CHECKS.items():
+    for name, check in importlib.import_module(module).CHECKS.items():
         error = None
         try:
             check("cpu")
@@ -97,4 +100,4 @@ def main(file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(sys.argv[1])

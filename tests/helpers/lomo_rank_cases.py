@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lomo_runs import config_for, lively, start, streamed
-from tiny_models import tiny_batch
 from torch import nn
-from zo_rank_cases import counted, digest, mine
+
+from tests.helpers.lomo_runs import config_for, lively, start, streamed
+from tests.helpers.tiny_models import tiny_batch
+from tests.helpers.zo_rank_cases import counted, digest, mine
 
 STAYS_OUT = {"resident_blocks": 0}
 """On a GPU, tiny models would otherwise come to stay."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import deepspeed
 import torch
-from equivalence_runs import on_device
-from tiny_models import tiny_batch, tiny_model
 from torch import nn
 
 import ds_zo  # noqa: F401
+from tests.helpers.equivalence_runs import on_device
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 Weights = dict[str, torch.Tensor]
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lomo_runs import start, train
-from lsp_runs import Strided, current_weights, lsp_json, small
-from tiny_models import tiny_batch
 from torch import nn
+
+from tests.helpers.lomo_runs import start, train
+from tests.helpers.lsp_runs import Strided, current_weights, lsp_json, small
+from tests.helpers.tiny_models import tiny_batch
 
 GLOBAL_BATCH = 4
 NUM_STEPS, NUM_FITTED_STEPS = 3, 4

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lomo_runs import lively
 from torch import nn
 
 from ds_zo.backends.lsp import calibration as lsp_calibration
@@ -15,6 +14,7 @@ from ds_zo.backends.lsp import state as lsp_state
 from ds_zo.backends.lsp.matrices import Subspace
 from ds_zo.config import LSPParams
 from ds_zo.projectors import SparseProjector
+from tests.helpers.lomo_runs import lively
 
 CPU = {"stage": 0, "offload_optimizer": {"device": "cpu"}}
 

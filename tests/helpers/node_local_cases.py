@@ -9,10 +9,11 @@ from typing import Any
 
 import deepspeed
 import torch.distributed as dist
-from lomo_runs import config_for
-from lsp_runs import lsp_json
-from zo_rank_cases import global_batches, json_for, mine
-from zo_runs import Toy, train
+
+from tests.helpers.lomo_runs import config_for
+from tests.helpers.lsp_runs import lsp_json
+from tests.helpers.zo_rank_cases import global_batches, json_for, mine
+from tests.helpers.zo_runs import Toy, train
 
 JSONS: dict[str, dict[str, Any]] = {
     "ZO, stage 3": json_for(stage=3),

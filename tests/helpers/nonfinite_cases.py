@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lomo_runs import config_for, start
 from torch import nn
 
 from ds_zo.optim import AdamMoments, Dither, FactoredMoments, adalomo_update_, adamw_update_, sgd_update_
 from ds_zo.optim.rules import OFFSET_ALIGNMENT
+from tests.helpers.lomo_runs import config_for, start
 
 WIDTH, NUM_BATCHES = 8, 5
 LR, CLIPPING, ADAPTER = 0.05, 0.5, {"lr": 0.01, "weight_decay": 0.1}

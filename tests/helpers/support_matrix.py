@@ -1,9 +1,8 @@
 """The support matrix: trains every model family under every backend, streamed and resident, on one rank and on two.
 
-    export PYTHONPATH=.:tests
-    python tests/helpers/support_matrix.py                 # trains every case on the CPU, writes its rows and the page
-    python tests/helpers/support_matrix.py --device gpu    # the same on this machine's GPU
-    python tests/helpers/support_matrix.py --render        # writes docs/support.md from the rows, trains nothing
+    python -m tests.helpers.support_matrix                 # trains every case on the CPU, writes its rows and the page
+    python -m tests.helpers.support_matrix --device gpu    # the same on this machine's GPU
+    python -m tests.helpers.support_matrix --render        # writes docs/support.md from the rows, trains nothing
 
 The page is made from rows, and a row is made by a run. tests/test_support.py trains every case on the CPU again and
 compares the outcomes with the rows.
@@ -21,18 +20,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import families
 import torch
-from equivalence_runs import on_device
-from lomo_runs import config_for, lively, start, weights_of
-from lsp_runs import lsp_json
-from tiny_models import tiny_batch
 from torch import nn
-from zo_rank_cases import run_job
-from zoo import CASES, Case
 
 from ds_zo import ConfigError
 from ds_zo.records.environment import commit, versions
+from tests.helpers import families
+from tests.helpers.equivalence_runs import on_device
+from tests.helpers.lomo_runs import config_for, lively, start, weights_of
+from tests.helpers.lsp_runs import lsp_json
+from tests.helpers.ranks import job
+from tests.helpers.tiny_models import tiny_batch
+from tests.helpers.zoo import CASES, Case
 
 REPO = Path(__file__).resolve().parents[2]
 PAGE = REPO / "docs" / "support.md"
@@ -173,9 +172,7 @@ def outcomes(*, on_cpu: bool = True) -> dict[Cell, str]:
     """Trains all cells. The value is `TRAINS`, `REFUSED` or what went wrong."""
     found: dict[Cell, str] = {}
     for num_ranks in RANKS:
-        ranks = run_job(train_all, num_ranks, timeout_s=600, wait=300)
-        for rank in ranks:
-            assert isinstance(rank, dict), f"a rank failed: {rank}"
+        ranks = job(train_all, num_ranks, timeout_s=600, wait=300)
         for case, mine in ranks[0].items():
             family, backend, placement = case
             cell = (family, backend, placement, num_ranks)
@@ -227,7 +224,7 @@ def status(cell: Cell, rows: Mapping[str, Mapping[Cell, str]]) -> str:
     return f"tested on {' and '.join(trained)}" if trained else "untested"
 
 
-BEGIN = "<!-- matrix: written by `PYTHONPATH=.:tests python tests/helpers/support_matrix.py --render`, not by hand -->"
+BEGIN = "<!-- matrix: written by `python -m tests.helpers.support_matrix --render`, not by hand -->"
 END = "<!-- end of matrix -->"
 
 
@@ -273,6 +270,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import support_matrix  # ranks import this file by that name
+    from tests.helpers import support_matrix  # ranks import this file by that name
 
     support_matrix.main()

@@ -1,8 +1,7 @@
 """Trains every mixture of experts of the installed transformers, and eight vision-language models, beside plain loops.
 
-    export PYTHONPATH=.:tests
-    python tests/helpers/support_sweep.py             # trains every model on the CPU, writes its rows and the page
-    python tests/helpers/support_sweep.py --render    # writes docs/support.md from the rows, trains nothing
+    python -m tests.helpers.support_sweep             # trains every model on the CPU, writes its rows and the page
+    python -m tests.helpers.support_sweep --render    # writes docs/support.md from the rows, trains nothing
 
 A streamed run by LOMO must give the losses and weights of plain SGD, and one by LoRA those of AdamW.
 """
@@ -16,16 +15,16 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import families
 import torch
-from lomo_runs import start, train, train_plain, weights_of
-from moe_configs import moe_configs
-from support_matrix import PAGE, ROWS, uploaded_bytes
 from torch import nn
-from zo_rank_cases import run_job
 
 from ds_zo import ConfigError
 from ds_zo.records.environment import commit, versions
+from tests.helpers import families
+from tests.helpers.lomo_runs import start, train, train_plain, weights_of
+from tests.helpers.moe_configs import moe_configs
+from tests.helpers.ranks import run_job
+from tests.helpers.support_matrix import PAGE, ROWS, uploaded_bytes
 
 FILE = ROWS["cpu"].with_name("cpu_model_kinds.jsonl")
 METHODS = {"LOMO": "LOMO as SGD", "LoRA": "LoRA by AdamW", "experts": "LoRA on weights of experts"}
@@ -134,7 +133,7 @@ def write_rows(found: dict[Cell, str]) -> None:
     FILE.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-BEGIN = "<!-- kinds: written by `PYTHONPATH=.:tests python tests/helpers/support_sweep.py --render`, not by hand -->"
+BEGIN = "<!-- kinds: written by `python -m tests.helpers.support_sweep --render`, not by hand -->"
 END = "<!-- end of kinds -->"
 
 
@@ -172,6 +171,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import support_sweep  # the rank imports this file by that name
+    from tests.helpers import support_sweep  # the rank imports this file by that name
 
     support_sweep.main()

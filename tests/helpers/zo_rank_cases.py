@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import os
-import pickle
-import shutil
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from conftest import let_cpus_have_fp16, rank_environment
-from forkserver import forkserver_context
 
 BF16 = {"bf16": {"enabled": True}}
 GLOBAL_BATCH = 4
@@ -24,74 +18,11 @@ NUM_STEPS = 4
 """One more than most runs' interval of write-backs: an update is pending at each step but that of a write-back."""
 
 
-# Starting ranks
-
-
-def run_job(work: Callable[..., Any], num_ranks: int, *args: Any, timeout_s: float = 120, wait: int = 60) -> list[Any]:
-    """`work(rank, *args)` in every rank of a gloo job, forked from one process that has imported everything. Returns
-    what each returned, an exception as its text, and None for a rank that died. `wait`: the group's timeout."""
-    context = forkserver_context()
-    ends = [context.Pipe(duplex=False) for _ in range(num_ranks)]
-    meeting = Path(tempfile.mkdtemp()) / "meeting"
-    ranks = []
-    for rank, (_, out) in enumerate(ends):
-        environment = rank_environment(rank=rank, world_size=num_ranks, port=0)
-        ranks.append(context.Process(target=_rank_main, args=(environment, meeting, wait, out, work, args)))
-        ranks[-1].start()
-        out.close()
-    found = []
-    try:
-        for process, (end, _) in zip(ranks, ends, strict=True):
-            try:
-                found.append(pickle.loads(end.recv_bytes()) if end.poll(timeout_s) else "no answer")
-            except EOFError:
-                found.append(None)
-            process.join(0.1)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.join()
-        shutil.rmtree(meeting.parent)
-    return found
-
-
-def _rank_main(
-    environment: dict[str, str], meeting: Path, wait: int, out: Any, work: Callable[..., Any], args: Any
-) -> None:
-    from datetime import timedelta
-
-    import deepspeed
-
-    torch.set_num_threads(1)
-    os.environ.update(environment)
-    let_cpus_have_fp16()
-    if torch.cuda.is_available():
-        os.environ["LOCAL_RANK"] = "0"  # gloo lets ranks share a GPU, NCCL does not
-    for name in deepspeed.ops.__compatible_ops__:
-        deepspeed.ops.__compatible_ops__[name] = False  # nothing here needs DeepSpeed's compiled extensions
-    try:
-        deepspeed.init_distributed(
-            dist_backend="gloo",
-            auto_mpi_discovery=False,
-            timeout=timedelta(seconds=wait),
-            init_method=f"file://{meeting}",
-            rank=int(environment["RANK"]),
-            world_size=int(environment["WORLD_SIZE"]),
-        )
-        result = work(dist.get_rank(), *args)
-    except BaseException:
-        result = traceback.format_exc()
-    out.send_bytes(pickle.dumps(result))  # tensors by value: this process ends
-    if isinstance(result, dict):
-        dist.barrier()  # the rank that others came to by has to stay until they leave
-    os._exit(0)
-
-
 # Models and runs
 
 
 def json_for(*, stage: int = 0, interval: int = 3, params: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    from zo_runs import zo_json
+    from tests.helpers.zo_runs import zo_json
 
     json = zo_json(interval=interval, params=params, **{"resident_blocks": 0, **more})
     json["train_micro_batch_size_per_gpu"] = 1
@@ -101,7 +32,7 @@ def json_for(*, stage: int = 0, interval: int = 3, params: dict[str, Any] | None
 
 
 def global_batches(num: int = NUM_STEPS, *, size: int = GLOBAL_BATCH) -> list[dict[str, torch.Tensor]]:
-    from zo_runs import toy_batches
+    from tests.helpers.zo_runs import toy_batches
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return [{name: ids.to(device) for name, ids in batch.items()} for batch in toy_batches(num, size=size)]
@@ -112,7 +43,7 @@ def mine(batch: dict[str, torch.Tensor], *, index: int, of: int) -> dict[str, to
 
 
 def engine(json: dict[str, Any], model: Any = None) -> Any:
-    from zo_runs import Toy, engine_for
+    from tests.helpers.zo_runs import Toy, engine_for
 
     return engine_for(Toy(width=512 if torch.cuda.is_available() else 16) if model is None else model, json)
 
@@ -124,7 +55,7 @@ def state(engine: Any) -> dict[str, torch.Tensor]:
 def trained(json: dict[str, Any], rank: int, *, model: Any = None, groups: int | None = None, **steps: Any) -> Any:
     """An engine after some steps, each rank with its part of the global batch; with `groups`, ranks of a group but its
     first are given nonsense."""
-    from zo_runs import one_step
+    from tests.helpers.zo_runs import one_step
 
     made = engine(json, model)
     num_ranks = dist.get_world_size()
@@ -231,7 +162,7 @@ def refusal(rank: int) -> str:
 
 def uneven(rank: int) -> dict[str, Any]:
     """The last batch is short, and shorter on the last rank; and one rank's loss is not a number at one step."""
-    from zo_runs import one_step
+    from tests.helpers.zo_runs import one_step
 
     found = {}
     for stage in (0, 3):
@@ -269,7 +200,8 @@ def alone(rank: int) -> dict[str, Any]:
     """One rank reads, evaluates and saves by itself between steps; each rank skips blocks of its own; and all write
     weights. Sharded or not, the same bits."""
     import torch.nn as nn
-    from zo_runs import Toy, one_step
+
+    from tests.helpers.zo_runs import Toy, one_step
 
     class Skipping(Toy):
         """Leaves out other blocks, or calls one twice, on every rank and at every step."""
@@ -322,7 +254,7 @@ def alone(rank: int) -> dict[str, Any]:
 
 def save(rank: int, folder: Path, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """A checkpoint a setting, also as one file of weights, and what each rank had then."""
-    from checkpoint_runs import with_checkpoint
+    from tests.helpers.checkpoint_runs import with_checkpoint
 
     found = {}
     for name, setting in settings.items():
@@ -373,7 +305,7 @@ def resume(rank: int, folders: list[Path], settings: dict[str, dict[str, Any]]) 
 
 def save_in_window(rank: int, folder: Path) -> bool:
     """Saves after one step and two of its three micro-batches."""
-    from zo_runs import one_step
+    from tests.helpers.zo_runs import one_step
 
     made = engine(json_for(gradient_accumulation_steps=3))
     for batch in global_batches(5):
@@ -383,7 +315,7 @@ def save_in_window(rank: int, folder: Path) -> bool:
 
 def resume_in_window(rank: int, folder: Path) -> dict[str, Any]:
     """The global step after each of seven micro-batches, and the projected gradients right after loading."""
-    from zo_runs import one_step
+    from tests.helpers.zo_runs import one_step
 
     made = engine(json_for(gradient_accumulation_steps=3))
     one_step(made, mine(global_batches(1)[0], index=rank, of=dist.get_world_size()))  # this run's own sums end too
@@ -428,7 +360,7 @@ def failed_backward(rank: int, folder: Path) -> dict[str, Any]:
 
 def bits(engine: Any) -> dict[str, Any]:
     """Everything a run consists of."""
-    from checkpoint_runs import planes
+    from tests.helpers.checkpoint_runs import planes
 
     for unit in engine.backend.block_store.placement.units:
         engine.backend.block_store.runtime.host_wait(unit)
@@ -438,7 +370,7 @@ def bits(engine: Any) -> dict[str, Any]:
 
 def one_more(engine: Any, rank: int) -> None:
     """The next step, on a batch that all ranks share, so that it is the same on any number of them."""
-    from zo_runs import one_step
+    from tests.helpers.zo_runs import one_step
 
     one_step(engine, global_batches()[-1])
 
@@ -474,7 +406,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 def wire(rank: int) -> dict[str, Any]:
     """Collectives of one step, for two sizes of model, in each way to divide the work."""
-    from zo_runs import Toy, one_step
+    from tests.helpers.zo_runs import Toy, one_step
 
     found = {}
     ways = {
@@ -504,7 +436,7 @@ def death(rank: int, folder: Path, way: str) -> Any:
     """The last rank dies, or stops, in its fourth step; the others say what they learn of it, and when."""
     import time
 
-    from zo_runs import one_step
+    from tests.helpers.zo_runs import one_step
 
     made = engine(json_for(stage=3 if way == "dies sharded" else 0))
     batches = global_batches()

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.utils import logger
-from equivalence_runs import on_device
 from torch import nn
 
 from ds_zo import ops
 from ds_zo.backends.zo import backend as zo
 from ds_zo.backends.zo import outputs
+from tests.helpers.equivalence_runs import on_device
 
 LR, EPS = 1e-3, 1e-3
 

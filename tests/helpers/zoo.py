@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import transformers as hf
-from tiny_models import VOCAB, tiny_batch, tiny_model
 from torch import nn
 from torch.nn import functional as F
+
+from tests.helpers.tiny_models import VOCAB, tiny_batch, tiny_model
 
 Batch = dict[str, Any]
 

@@ -18,7 +18,6 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DeepSpeedPlugin
 from deepspeed.runtime.engine import DeepSpeedEngine
-from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
@@ -26,6 +25,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ds_zo.config.registry import entry_of
 from ds_zo.plugin.engine import PluginEngine
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "adalomo": 1e-2, "lsp": 1e-3, "adapter": 1e-3}
 """Large enough that a few steps move a toy model."""

@@ -10,7 +10,11 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import DummyOptim, DummyScheduler
-from library_runs import (
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from ds_zo.plugin.engine import PluginEngine
+from tests.helpers.tiny_models import tiny_model
+from tests.integrations.library_runs import (
     ENGINE_BACKENDS,
     LEARNING_RATE,
     accelerator_for,
@@ -27,10 +31,6 @@ from library_runs import (
     weights_of,
     zero_for,
 )
-from tiny_models import tiny_model
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-from ds_zo.plugin.engine import PluginEngine
 
 pytestmark = pytest.mark.parametrize("backend", ENGINE_BACKENDS)
 

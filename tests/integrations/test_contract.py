@@ -14,7 +14,9 @@ import pytest
 import torch
 import transformers
 from deepspeed.runtime.engine import DeepSpeedEngine
-from library_runs import (
+
+from tests.helpers.tiny_models import tiny_model
+from tests.integrations.library_runs import (
     ENGINE_BACKENDS,
     assert_moved,
     assert_same,
@@ -26,7 +28,6 @@ from library_runs import (
     train,
     weights_of,
 )
-from tiny_models import tiny_model
 
 
 def _backward(engine: Any) -> torch.Tensor:

@@ -6,10 +6,10 @@ import copy
 from pathlib import Path
 
 import pytest
-from client_jsons import OF_CLIENTS
-from library_runs import arguments, engine_of, fresh_libraries, logged, trainer_for  # noqa: F401
 
 from ds_zo.config.convert import convert
+from tests.helpers.client_jsons import OF_CLIENTS
+from tests.integrations.library_runs import arguments, engine_of, fresh_libraries, logged, trainer_for  # noqa: F401
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,10 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.utils import logger
-from library_runs import (
+
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.zo_rank_cases import Failing
+from tests.integrations.library_runs import (
     ENGINE_BACKENDS,
     LEARNING_RATE,
     Run,
@@ -29,8 +32,6 @@ from library_runs import (
     train,
     weights_of,
 )
-from tiny_models import tiny_model
-from zo_rank_cases import Failing
 
 pytestmark = pytest.mark.parametrize("backend", ENGINE_BACKENDS)
 

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import DummyOptim
-from library_runs import (
+from transformers import Trainer
+
+from ds_zo.config import BACKENDS
+from tests.helpers.tiny_models import tiny_model
+from tests.integrations.library_runs import (
     LEARNING_RATE,
     Run,
     accelerator_for,
@@ -30,10 +34,6 @@ from library_runs import (
     trainer_for,
     weights_of,
 )
-from tiny_models import tiny_model
-from transformers import Trainer
-
-from ds_zo.config import BACKENDS
 
 NUM_BATCHES = 4
 

@@ -11,7 +11,12 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from library_runs import (
+from torch import nn
+
+from ds_zo import ConfigError
+from ds_zo.plugin.engine import PluginEngine
+from tests.helpers.tiny_models import VOCAB, tiny_model
+from tests.integrations.library_runs import (
     LEARNING_RATE,
     accelerator_for,
     arguments,
@@ -31,11 +36,6 @@ from library_runs import (
     weights_of,
     zero_for,
 )
-from tiny_models import VOCAB, tiny_model
-from torch import nn
-
-from ds_zo import ConfigError
-from ds_zo.plugin.engine import PluginEngine
 
 SECTIONS: list[tuple[dict[str, Any], int, bool]] = [
     ({"stream": {"device_slots": 3, "writeback_interval": 4}}, 0, True),

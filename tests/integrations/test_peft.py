@@ -10,7 +10,9 @@ import deepspeed
 import pytest
 import torch
 from accelerate.utils import DummyOptim
-from library_runs import (
+
+from tests.helpers.tiny_models import tiny_model
+from tests.integrations.library_runs import (
     ENGINE_BACKENDS,
     accelerator_for,
     arguments,
@@ -29,7 +31,6 @@ from library_runs import (
     weights_of,
     zero_for,
 )
-from tiny_models import tiny_model
 
 peft = pytest.importorskip("peft")
 

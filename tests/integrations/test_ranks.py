@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from library_runs import (
+
+from tests.integrations.library_runs import (
     ENGINE_BACKENDS,
     Batch,
     batches,
@@ -20,18 +21,18 @@ from library_runs import (
 
 SCRIPT = """
 import os, sys
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/../helpers", sys.argv[1] + "/.."]
 import ds_zo
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DummyOptim, InitProcessGroupKwargs
-from library_runs import forget, arguments, batches, config_for, engine_of, loop, trainer_for, weights_of
-from tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model
+from tests.integrations.library_runs import arguments, batches, config_for, engine_of, forget, loop, trainer_for
+from tests.integrations.library_runs import weights_of
 from pathlib import Path
 
-way, folder = sys.argv[2], Path(sys.argv[3])
+way, folder = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
-for backend in sys.argv[4:]:
+for backend in sys.argv[3:]:
     forget()
     config = config_for(backend, stream=backend != "lsp")  # whose streamed weights are one rank's
     if way == "trainer":
@@ -61,7 +62,7 @@ def job(run_ranks: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFa
     def run(way: str) -> Path:
         if way not in folders:
             folders[way] = tmp_path_factory.mktemp(way)
-            run_ranks(SCRIPT, str(Path(__file__).parent), way, str(folders[way]), *ENGINE_BACKENDS)
+            run_ranks(SCRIPT, way, str(folders[way]), *ENGINE_BACKENDS)
         return folders[way]
 
     return run

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from library_runs import (
+from transformers import EarlyStoppingCallback
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from ds_zo.checkpoint import CheckpointError, newest_complete, writer
+from ds_zo.config import BACKENDS
+from tests.helpers.tiny_models import VOCAB, tiny_model
+from tests.integrations.library_runs import (
     ENGINE_BACKENDS,
     LEARNING_RATE,
     MICRO_BATCH,
@@ -30,12 +36,6 @@ from library_runs import (
     weights_of,
     zero_for,
 )
-from tiny_models import VOCAB, tiny_model
-from transformers import EarlyStoppingCallback
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-from ds_zo.checkpoint import CheckpointError, newest_complete, writer
-from ds_zo.config import BACKENDS
 
 pytestmark = pytest.mark.parametrize("backend", BACKENDS)
 

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from library_runs import assert_moved, assert_same, engine_of, forget, fresh_libraries  # noqa: F401
-from support_matrix import uploaded_bytes
-from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
+
+from tests.helpers.support_matrix import uploaded_bytes
+from tests.helpers.tiny_models import tiny_model
+from tests.integrations.library_runs import assert_moved, assert_same, engine_of, forget, fresh_libraries  # noqa: F401
 
 peft = pytest.importorskip("peft")
 datasets = pytest.importorskip("datasets")

@@ -6,11 +6,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 import transformers as hf
-from library_runs import (
+from torch import nn
+
+from tests.helpers import families
+from tests.helpers.support_matrix import uploaded_bytes, with_lora
+from tests.integrations.library_runs import (
     arguments,
     assert_moved,
     assert_same,
@@ -20,8 +23,6 @@ from library_runs import (
     logged,
     weights_of,
 )
-from support_matrix import uploaded_bytes, with_lora
-from torch import nn
 
 STAYS_OUT = {"resident_blocks": 0}
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

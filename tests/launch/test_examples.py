@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM
-from warm_interpreter import WarmInterpreter
+
+from tests.helpers.warm_interpreter import WarmInterpreter
 
 REPO = Path(__file__).resolve().parents[2]
 EXAMPLES = REPO / "launch" / "examples"

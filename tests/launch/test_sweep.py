@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from clean_process import in_clean_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks import curves, sweep
@@ -19,6 +18,7 @@ from benchmarks.grids import GRIDS, lsp_glue
 from ds_zo.records.rows import Row
 from ds_zo.tasks import make_task
 from ds_zo.tasks.embedded_model import FOLDER
+from tests.helpers.clean_process import in_clean_process
 
 PAIRS = [
     ("A man walks.", "A man is walking."),

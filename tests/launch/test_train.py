@@ -16,9 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import constants
-from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from warm_interpreter import WarmInterpreter
 
 from benchmarks.recipes import RECIPES, Recipe
 from ds_zo.cli import main
@@ -30,6 +28,8 @@ from ds_zo.training.arguments import CONFIGS, METHODS, parse_args
 from ds_zo.training.job import run
 from ds_zo.training.json_config import EMBEDDED_PARAMS, model_dtype, read_config
 from ds_zo.training.model import add_lora, base_weights, load_model
+from tests.helpers.tiny_models import tiny_model
+from tests.helpers.warm_interpreter import WarmInterpreter
 
 REPO = Path(__file__).resolve().parent.parent.parent
 SCRIPT = REPO / "launch" / "train.py"

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from flat_cases import BF12, CANARY, FP8, SEGMENTS, SMALL_SEGMENTS, STORAGE_DTYPES, Flat, covered, make_log
 
 from ds_zo import ops
 from ds_zo.ops import mxfp4, nf4, triton_mxfp4, triton_nf4, triton_ops
@@ -24,6 +23,7 @@ from ds_zo.ops.rng import copy_dither, fold_dither
 from ds_zo.ops.schema import KernelCall
 from ds_zo.ops.triton_noise import draw_elements, draw_lanes, fold_elements, fold_lanes, philox
 from ds_zo.ops.triton_ops import replay_perturb_triton
+from tests.ops.flat_cases import BF12, CANARY, FP8, SEGMENTS, SMALL_SEGMENTS, STORAGE_DTYPES, Flat, covered, make_log
 
 FORMATS = STORAGE_DTYPES
 """For checks of what does not depend on how a format rounds."""

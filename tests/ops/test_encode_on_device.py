@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flat_cases import BF12, FP8, scales_for
 
 from ds_zo.ops.codecs import decode, encode_, encode_on_device_
+from tests.ops.flat_cases import BF12, FP8, scales_for
 
 
 @pytest.mark.parametrize("split", [False, True])

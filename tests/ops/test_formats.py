@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from flat_cases import BF12, FP8, STORAGE_DTYPES, scales_for
 
 from ds_zo import ops
 from ds_zo.ops import formats
+from tests.ops.flat_cases import BF12, FP8, STORAGE_DTYPES, scales_for
 
 NARROW = (torch.bfloat16, torch.float16, FP8)
 

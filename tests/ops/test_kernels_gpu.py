@@ -9,12 +9,16 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-from kernel_checks import CHECKS
+import importlib
 
 from ds_zo import ops
 from ds_zo.ops import nf4
+from tests.helpers.interpreted_kernels import MODULES
 
 pytestmark = pytest.mark.gpu
+
+
+CHECKS = {name: check for module in MODULES for name, check in importlib.import_module(module).CHECKS.items()}
 
 
 @pytest.mark.parametrize("check", CHECKS)

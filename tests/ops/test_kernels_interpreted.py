@@ -1,25 +1,34 @@
-"""The kernel against the reference without a GPU: Triton's interpreter, in a fork of a warm process."""
+"""Triton kernels against their references without a GPU: Triton's interpreter, in forks of a warm process."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
-from interpreted_kernels import errors_of_checks, names_of_checks
-from warm_interpreter import WarmInterpreter
+
+from tests.helpers.interpreted_kernels import MODULES, errors_of_checks, names_of_checks
+from tests.helpers.warm_interpreter import WarmInterpreter
 
 pytest.importorskip("triton")
 
-FILE = Path(__file__).with_name("kernel_checks.py")
-CHECKS = names_of_checks(FILE)
-
 
 @pytest.fixture(scope="module")
-def errors(warm_interpreter: WarmInterpreter) -> dict[str, str | None]:
-    return errors_of_checks(FILE, warm_interpreter)
+def errors(warm_interpreter: WarmInterpreter) -> Callable[[str], dict[str, str | None]]:
+    found: dict[str, dict[str, str | None]] = {}
+
+    def of(module: str) -> dict[str, str | None]:
+        if module not in found:
+            found[module] = errors_of_checks(module, warm_interpreter)
+        return found[module]
+
+    return of
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_interpreted_kernel_matches_reference(errors: dict[str, str | None], check: str) -> None:
-    error = errors[check]
+@pytest.mark.parametrize(
+    ("module", "check"), [(module, check) for module in MODULES for check in names_of_checks(module)]
+)
+def test_interpreted_kernel_matches_reference(
+    errors: Callable[[str], dict[str, str | None]], module: str, check: str
+) -> None:
+    error = errors(module)[check]
     assert error is None, error

@@ -71,7 +71,7 @@ def test_a_truncated_checkpoint_is_refused(
 
 def test_bits_are_those_of_the_installed_bitsandbytes() -> None:
     pytest.importorskip("bitsandbytes")
-    from write_nf4_vectors import vectors
+    from tests.ops.write_nf4_vectors import vectors
 
     assert_equal_to(vectors())
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from flat_cases import BF12, CANARY, FP8, SEGMENTS, STORAGE_DTYPES, Flat, covered, make_log, scales_for
 
 from ds_zo import ops
 from ds_zo.ops.formats import exponents_of
+from tests.ops.flat_cases import BF12, CANARY, FP8, SEGMENTS, STORAGE_DTYPES, Flat, covered, make_log, scales_for
 
 SEED = 2**62 + 5
 TRAINABLE = [s for s in SEGMENTS if s.trainable]

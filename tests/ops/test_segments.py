@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from flat_cases import SEGMENTS, covered
 
 from ds_zo import ops
 from ds_zo.ops.segments import CARRY_NUMEL, CHUNK_NUMEL, LANE_NUMEL
+from tests.ops.flat_cases import SEGMENTS, covered
 
 
 def test_chunks_cover_each_element_once_with_its_own_offset() -> None:

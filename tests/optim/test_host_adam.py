@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch_threads import threads
 
 from ds_zo.optim import subspace_adam
 from ds_zo.optim.subspace_adam import (
@@ -21,6 +20,7 @@ from ds_zo.optim.subspace_adam import (
     directions_,
     host_directions_,
 )
+from tests.helpers.torch_threads import threads
 
 SHAPES = [(37, 29), (5,), (64, 10), (1, 700)]
 DTYPES = [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tiny_models import tiny_model
 
 from ds_zo.planner import Model, Rates
+from tests.helpers.tiny_models import tiny_model
 
 
 def planned(name: str, *, dtype: Any = "fp32", batch: int = 2, seq: int = 8, **overrides: Any) -> Model:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from moe_configs import moe_configs
 from torch import nn
 
 from ds_zo.cli import main
 from ds_zo.planner import load_model, plan
 from ds_zo.planner.stock import LOW_RANK
+from tests.helpers.moe_configs import moe_configs
 
 NEED_VALUES = {"jetmoe", "longcat_flash", "switch_transformers"}
 """Model types whose forward reads values, which a plan does not have."""

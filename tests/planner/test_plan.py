@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import transformers
-from planned_models import planned
-from schedule_check import validate
 
 from ds_zo import planner
 from ds_zo.config.resolve import resolve
@@ -26,6 +24,8 @@ from ds_zo.planner.timeline import Gradient
 from ds_zo.planner.zo import estimate_zo
 from ds_zo.streaming.budget import MARGIN_NBYTES
 from ds_zo.streaming.schedule import Kind, sweep
+from tests.helpers.schedule_check import validate
+from tests.planner.planned_models import planned
 
 
 @pytest.fixture(scope="module")

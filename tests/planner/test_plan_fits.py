@@ -10,7 +10,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from planned_models import planned
 
 from ds_zo.config.optimizers import ZOParams
 from ds_zo.config.section import StreamConfig
@@ -22,6 +21,7 @@ from ds_zo.planner.lsp import estimate_lsp
 from ds_zo.planner.models import Model
 from ds_zo.planner.zo import estimate_zo
 from ds_zo.streaming.budget import MARGIN_NBYTES
+from tests.planner.planned_models import planned
 
 TIMES = int(os.environ.get("DS_ZO_RANDOM_TIMES", "1"))
 SEED = int(os.environ.get("DS_ZO_RANDOM_SEED", "0"))

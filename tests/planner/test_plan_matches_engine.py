@@ -6,8 +6,6 @@ from typing import Any
 
 import deepspeed
 import pytest
-from planned_models import planned
-from tiny_models import tiny_batch, tiny_model
 
 import ds_zo  # noqa: F401
 from ds_zo.config.optimizers import LSPParams, ZOParams
@@ -20,6 +18,8 @@ from ds_zo.planner.lsp import estimate_lsp
 from ds_zo.planner.zo import estimate_zo
 from ds_zo.streaming.runtime import Runtime, Slot
 from ds_zo.streaming.units import Unit
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.planner.planned_models import planned
 
 pytestmark = pytest.mark.usefixtures("single_process")
 OFFLOADED = {"device": "cpu"}

@@ -6,7 +6,8 @@ import math
 
 import pytest
 import torch
-from planned_runs import CASES, planned_and_run
+
+from tests.planner.planned_runs import CASES, planned_and_run
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

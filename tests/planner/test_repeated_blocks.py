@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from planned_models import planned
-from tiny_models import CONFIGS
 from torch import nn
 
 from ds_zo.planner import Model, Rates, plan
 from ds_zo.planner import models as models_module
 from ds_zo.planner.trace import trace_pass
 from ds_zo.streaming.blocks import find_blocks
+from tests.helpers.tiny_models import CONFIGS
+from tests.planner.planned_models import planned
 
 _SIZE: dict[str, Any] = {
     "vocab_size": 67,

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
-from planned_models import planned
-from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from torch.nn import functional
 
@@ -16,6 +14,8 @@ from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_cau
 from ds_zo.planner import Rates
 from ds_zo.planner.trace import trace_pass
 from ds_zo.streaming.blocks import find_blocks
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.planner.planned_models import planned
 
 WIDTH, ROWS, DEPTH = 32, 8, 4
 TENSOR = 4 * ROWS * WIDTH

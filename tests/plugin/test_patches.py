@@ -13,12 +13,12 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from tiny_models import tiny_batch, tiny_model
 
 import ds_zo
 from ds_zo.plugin import patches
 from ds_zo.plugin.gathered_parameters import EngineParameters
 from ds_zo.plugin.patches import PATCHES, Patch
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 SNAPSHOTS = """
 import json, sys, types

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from conftest import HELPERS
-
 SCRIPT = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import deepspeed
 import ds_zo
-from tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model
 
 deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
 HOST = {"offload_param": {"device": "cpu"}}
@@ -32,7 +28,7 @@ start("LSP", {"stage": 0})
 
 
 def test_the_first_rank_shows_a_table_for_each_engine(run_ranks: Callable[..., list[str]]) -> None:
-    first, second = run_ranks(SCRIPT, str(HELPERS))
+    first, second = run_ranks(SCRIPT)
     assert "ds_zo: backend" not in second
     tables = [text.splitlines() for text in first.split("ds_zo: backend ")[1:]]
     assert [lines[0] for lines in tables] == ["zo on cpu", "zo on cpu", "lomo on cpu", "lsp on cpu"]

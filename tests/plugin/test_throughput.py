@@ -9,10 +9,10 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils.timer import ThroughputTimer
-from tiny_models import tiny_batch, tiny_model
 
 import ds_zo  # noqa: F401
 from ds_zo.plugin.throughput import EventTimer
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

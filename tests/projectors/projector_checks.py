@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from projector_cases import matrix, pair
 
 from ds_zo.projectors import (
     Compression,
@@ -22,6 +21,7 @@ from ds_zo.projectors import (
     relative_bias,
     update_vectors_,
 )
+from tests.projectors.projector_cases import matrix, pair
 
 SHAPES = [(24, 40, 8, 2), (19, 131, 16, 3), (70, 9, 32, 4)]
 """Rows, columns, dim, non-zeros: whole lanes, odd columns with more slabs than one, more rows than a program's."""

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from projector_cases import gradient, matrix, pair
 
 from ds_zo.projectors import (
     SparseProjector,
@@ -20,6 +19,7 @@ from ds_zo.projectors import (
     relative_bias,
 )
 from ds_zo.projectors.fit import NUM_FLATTENINGS, _ProjectorFit
+from tests.projectors.projector_cases import gradient, matrix, pair
 
 
 @pytest.mark.parametrize("nonzeros", [2, 8])

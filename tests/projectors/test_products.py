@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from projector_cases import matrix, pair
 
 from ds_zo.optim import Dither, sgd_update_
 from ds_zo.projectors import Compression, SparseProjector, apply_, batches, compress, relative_bias, workspace
 from ds_zo.projectors.products import product, transpose_product
+from tests.projectors.projector_cases import matrix, pair
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(48, 80, 16, 4), (31, 17, 8, 3), (20, 64, 20, 1)]

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_runs import adapter_json, peft, start
-from decoded_values import decoded
-from sizes import first_seed, num_cases
-from tiny_models import tiny_batch, tiny_model
 from torch import nn
 
 from ds_zo.streaming.blocks import find_blocks
+from tests.helpers.adapter_runs import adapter_json, peft, start
+from tests.helpers.decoded_values import decoded
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.random.sizes import first_seed, num_cases
 
 NUM_CASES = num_cases(12)
 FIRST_SEED = first_seed()

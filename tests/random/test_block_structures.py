@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from generated_models import NUM_TURNS, Generated, batches
-from lomo_runs import start, streamed
-from lsp_runs import CPU, current_weights, identity_projectors, lsp_json
-from mezo_reference import PlainMeZO
-from sizes import first_seed, num_cases
 from torch import nn
-from zo_runs import zo_json
+
+from tests.helpers.lomo_runs import start, streamed
+from tests.helpers.lsp_runs import CPU, current_weights, identity_projectors, lsp_json
+from tests.helpers.mezo_reference import PlainMeZO
+from tests.helpers.zo_runs import zo_json
+from tests.random.generated_models import NUM_TURNS, Generated, batches
+from tests.random.sizes import first_seed, num_cases
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

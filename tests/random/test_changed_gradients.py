@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_runs import adapted, adapter_json, batches, weights
-from adapter_runs import start as start_adapter
-from lomo_runs import start
-from lsp_runs import CPU, lsp_json, small
-from sizes import first_seed, num_cases
 from torch import nn
+
+from tests.helpers.adapter_runs import adapted, adapter_json, batches, weights
+from tests.helpers.adapter_runs import start as start_adapter
+from tests.helpers.lomo_runs import start
+from tests.helpers.lsp_runs import CPU, lsp_json, small
+from tests.random.sizes import first_seed, num_cases
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import BATCHES, assert_same_bits, planes, start
-from first_order_runs import Epochs, assert_same_run, engine_of, everything, play
-from sizes import first_seed, num_cases
-from small_saves import save
-from zo_runs import train
 
 from ds_zo.checkpoint import CheckpointError, files, manifest
 from ds_zo.checkpoint.reader import open_folder
+from tests.helpers.checkpoint_runs import BATCHES, assert_same_bits, planes, start
+from tests.helpers.first_order_runs import Epochs, assert_same_run, engine_of, everything, play
+from tests.helpers.small_saves import save
+from tests.helpers.zo_runs import train
+from tests.random.sizes import first_seed, num_cases
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -11,13 +11,24 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from sizes import first_seed, num_cases
-from tiny_models import tiny_batch, tiny_model
 from torch import nn
-from zo_runs import Block, FunctionalTie, Toy, engine_for, log_lines, one_step, toy_batches, train, weights, zo_json
 
 from ds_zo import ops
 from ds_zo.backends.zo import block_store
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import (
+    Block,
+    FunctionalTie,
+    Toy,
+    engine_for,
+    log_lines,
+    one_step,
+    toy_batches,
+    train,
+    weights,
+    zo_json,
+)
+from tests.random.sizes import first_seed, num_cases
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -17,16 +17,16 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from sizes import first_seed, num_cases
-from small_saves import save
-from tiny_models import tiny_batch, tiny_model
-from zo_runs import engine_for, zo_json
 
 from ds_zo import load_pretrained
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.manifest import FILE, LATEST
 from ds_zo.checkpoint.reader import open_checkpoint, tag_to_load
 from ds_zo.checkpoint.writer import check_tag
+from tests.helpers.small_saves import save
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import engine_for, zo_json
+from tests.random.sizes import first_seed, num_cases
 
 peft = pytest.importorskip("peft")
 

@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_runs import adapter_json, batches, peft, start, train
 from safetensors.torch import load_file, save_file
-from sizes import first_seed, num_cases
-from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM
 
 from ds_zo.backends.adapter.base import FrozenBase
@@ -22,6 +19,9 @@ from ds_zo.checkpoint import CheckpointError, merge, older_base
 from ds_zo.checkpoint.merge import export_merged
 from ds_zo.checkpoint.reader import open_folder
 from ds_zo.streaming.loading import load_pretrained
+from tests.helpers.adapter_runs import adapter_json, batches, peft, start, train
+from tests.helpers.tiny_models import tiny_model
+from tests.random.sizes import first_seed, num_cases
 
 pytestmark = pytest.mark.usefixtures("single_process")
 FORMS = ["auto", "nf4", "fp8", "bf12"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import count, islice
 
 import pytest
-from nonfinite_cases import check, check_all, draw
-from sizes import first_seed, num_cases
-from zo_rank_cases import run_job
+
+from tests.helpers.nonfinite_cases import check, check_all, draw
+from tests.helpers.ranks import run_job
+from tests.random.sizes import first_seed, num_cases
 
 NUM_CASES = num_cases(40)
 FIRST_SEED = first_seed()

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_runs import adapter_json
-from adapter_runs import start as start_adapter
-from lomo_runs import start, streamed
-from lsp_runs import CPU, lsp_json
-from sizes import first_seed, num_cases
 from torch import nn
 
 from ds_zo.backends.recompute.output_check import OutputCheck
+from tests.helpers.adapter_runs import adapter_json
+from tests.helpers.adapter_runs import start as start_adapter
+from tests.helpers.lomo_runs import start, streamed
+from tests.helpers.lsp_runs import CPU, lsp_json
+from tests.random.sizes import first_seed, num_cases
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_runs import adapter_json, batches, peft, start, train, weights
-from sizes import first_seed, num_cases
-from tiny_models import tiny_model
 
 from ds_zo.backends.adapter import backend as adapter_backend
 from ds_zo.backends.adapter.backend import AdapterBackend
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.snapshot import Snapshot
 from ds_zo.plugin import checkpointing
+from tests.helpers.adapter_runs import adapter_json, batches, peft, start, train, weights
+from tests.helpers.tiny_models import tiny_model
+from tests.random.sizes import first_seed, num_cases
 
 pytestmark = pytest.mark.usefixtures("single_process")
 SETTINGS: dict[str, dict[str, Any]] = {

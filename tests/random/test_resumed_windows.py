@@ -9,9 +9,10 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from lsp_runs import lsp_json
-from sizes import first_seed, num_cases
-from zo_runs import Toy, assert_equal, log_lines, toy_batches, train, weights, zo_json
+
+from tests.helpers.lsp_runs import lsp_json
+from tests.helpers.zo_runs import Toy, assert_equal, log_lines, toy_batches, train, weights, zo_json
+from tests.random.sizes import first_seed, num_cases
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

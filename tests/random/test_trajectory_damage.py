@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, with_checkpoint
-from sizes import first_seed, num_cases
-from zo_runs import Toy, engine_for, log_lines, train
 
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.trajectory import Trajectory, read_trajectory
+from tests.helpers.checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, with_checkpoint
+from tests.helpers.zo_runs import Toy, engine_for, log_lines, train
+from tests.random.sizes import first_seed, num_cases
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -15,13 +15,13 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
-from mezo_reference import PlainMeZO
-from sizes import first_seed, num_cases
-from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ds_zo  # noqa: F401
+from tests.helpers.mezo_reference import PlainMeZO
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.random.sizes import first_seed, num_cases
 
 peft = pytest.importorskip("peft")
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sizes import first_seed, num_cases
-from zo_runs import (
+
+from ds_zo.backends.zo.repeats import check_repeats
+from tests.helpers.zo_runs import (
     PlainMeZO,
     Recorder,
     Toy,
@@ -32,8 +33,7 @@ from zo_runs import (
     weights,
     zo_json,
 )
-
-from ds_zo.backends.zo.repeats import check_repeats
+from tests.random.sizes import first_seed, num_cases
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -18,11 +18,22 @@ from typing import Any
 
 import pytest
 import torch
-from sizes import first_seed, num_cases
 from torch import nn
-from zo_runs import EPS, LR, PlainMeZO, Recorder, Toy, assert_equal, engine_for, toy_batches, weights, zo_json
 
 from ds_zo import ops
+from tests.helpers.zo_runs import (
+    EPS,
+    LR,
+    PlainMeZO,
+    Recorder,
+    Toy,
+    assert_equal,
+    engine_for,
+    toy_batches,
+    weights,
+    zo_json,
+)
+from tests.random.sizes import first_seed, num_cases
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
-from tiny_models import tiny_model
 from torch import nn
 
 from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
+from tests.helpers.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from moe_configs import moe_configs
 from packaging.version import Version
 from safetensors.torch import load_file, save_file
-from test_loading import engine_for, lora_over, zo_json
 from torch import nn
 
 from ds_zo.streaming.loading import SafetensorsSource, load_pretrained
+from tests.helpers.loaded_models import engine_for, lora_over, zo_json
+from tests.helpers.moe_configs import moe_configs
 
 pytestmark = pytest.mark.usefixtures("single_process")
 AUTO = hf.AutoModelForCausalLM

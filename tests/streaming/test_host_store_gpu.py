@@ -7,11 +7,11 @@ import gc
 import deepspeed
 import pytest
 import torch
-from tiny_models import tiny_batch, tiny_model
 
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.pinned_ring import upload_
 from ds_zo.streaming.runtime import Slot
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")

@@ -8,33 +8,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 import transformers as hf
 from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from ds_zo.ops import mxfp4, nf4
 from ds_zo.streaming.loading import SafetensorsSource, load_pretrained, read_all
+from tests.helpers.loaded_models import engine_for, lora_over, zo_json
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("single_process")
-
-
-def zo_json(*, offload: bool = True, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "ZO", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 0, "offload_param": {"device": "cpu" if offload else "none"}},
-        **more,
-    }
-
-
-def engine_for(model: nn.Module, config: dict[str, Any]) -> Any:
-    return deepspeed.initialize(model=model, config=config)[0]
 
 
 def save(model: nn.Module, folder: Path, *, sharded: bool = False) -> str:
@@ -321,13 +308,6 @@ def test_loading_takes_little_more_memory_than_what_is_stored(run_python: Callab
 
 
 # A frozen base in four bits
-
-
-def lora_over(base: nn.Module, **settings: Any) -> Any:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], **{"init_lora_weights": False, **settings})
-    return peft.get_peft_model(base, adapters).train()
 
 
 NF4 = {"bf16": {"enabled": True}, "ds_zo": {"stream": {"frozen_dtype": "nf4"}}}
@@ -734,7 +714,7 @@ def test_a_checkpoint_over_mxfp4_resumes(tmp_path: Path) -> None:
 def test_adapters_of_experts_in_mxfp4_by_adamw(stream: dict[str, Any], tmp_path: Path) -> None:
     """PEFT sets the weights of experts anew in each forward. Equal to a base on the device with the decoded values."""
     pytest.importorskip("peft")
-    import adapter_runs
+    from tests.helpers import adapter_runs
 
     folder, decoded = gpt_oss_folder(tmp_path / "model")
     data = [tiny_batch("llama", seed=i, batch_size=2, length=8) for i in range(3)]

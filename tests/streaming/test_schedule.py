@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from schedule_check import validate
 
 from ds_zo.streaming.schedule import NUM_PIECES, Action, Kind, Timeline, price, sweep
+from tests.helpers.schedule_check import validate
 
 
 def read(text: str) -> list[Action]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import tiny_model
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -13,6 +12,7 @@ from ds_zo.ops import nf4
 from ds_zo.streaming.host_store import PAGE, HostStore
 from ds_zo.streaming.placement import Placement, evenly_spaced, place_units, plan_units
 from ds_zo.streaming.units import Part, PlacedParameter, Unit
+from tests.helpers.tiny_models import tiny_model
 
 CPU = torch.device("cpu")
 ALIGNMENT_NBYTES = 256

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from conftest import REPO
+
+from tests.helpers.processes import REPO
 
 sys.path.insert(0, str(REPO / "tools"))
 from clients.__main__ import CLIENTS

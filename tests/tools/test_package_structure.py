@@ -10,7 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import REPO
+
+from tests.helpers.processes import REPO
 
 sys.path.insert(0, str(REPO / "tools"))
 import structure

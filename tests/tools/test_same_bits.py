@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from conftest import REPO
+from tests.helpers.processes import REPO
 
 sys.path.insert(0, str(REPO / "tools"))
 import same_bits

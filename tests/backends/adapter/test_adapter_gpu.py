@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_runs import adapted, adapter_json, assert_same, run, start
-from tiny_models import tiny_batch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.helpers.adapter_runs import adapted, adapter_json, assert_same, run, start
+from tests.helpers.tiny_models import tiny_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "max_position_embeddings": 2048}

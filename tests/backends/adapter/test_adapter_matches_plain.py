@@ -9,7 +9,12 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from adapter_runs import (
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+from torch import nn
+
+from ds_zo import ConfigError
+from ds_zo.backends.adapter.trained import AdapterParameters
+from tests.helpers.adapter_runs import (
     METHODS,
     adapted,
     adapter_json,
@@ -23,13 +28,8 @@ from adapter_runs import (
     train,
     weights,
 )
-from decoded_values import decoded, with_decoded_base
-from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-from tiny_models import tiny_model
-from torch import nn
-
-from ds_zo import ConfigError
-from ds_zo.backends.adapter.trained import AdapterParameters
+from tests.helpers.decoded_values import decoded, with_decoded_base
+from tests.helpers.tiny_models import tiny_model
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

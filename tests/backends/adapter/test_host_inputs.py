@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_runs import adapted, adapter_json, batches, start, train
-from stream_clocks import Buffer, ClockedRuntime, Races, install
 from torch import nn
 
 from ds_zo.backends.adapter.activations import HostInputs, KeptInput
 from ds_zo.streaming import block_store
+from tests.helpers.adapter_runs import adapted, adapter_json, batches, start, train
+from tests.helpers.stream_clocks import Buffer, ClockedRuntime, Races, install
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -7,8 +7,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import adapter_runs
-import lomo_runs
 import pytest
 import torch
 from deepspeed.utils import (
@@ -19,6 +17,8 @@ from deepspeed.utils import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
+
+from tests.helpers import adapter_runs, lomo_runs
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

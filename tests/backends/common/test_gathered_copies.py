@@ -11,9 +11,10 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from equivalence_runs import on_device
-from lomo_runs import assert_close, assert_equal, batches, config_for, lively, start, streamed, train
 from torch import nn
+
+from tests.helpers.equivalence_runs import on_device
+from tests.helpers.lomo_runs import assert_close, assert_equal, batches, config_for, lively, start, streamed, train
 
 pytestmark = pytest.mark.usefixtures("single_process")
 OFFLOAD = {f"offload_{what}": {"device": "cpu"} for what in ("param", "optimizer")}

@@ -13,12 +13,12 @@ import deepspeed
 import pytest
 import torch
 import transformers
-from tiny_models import tiny_batch, tiny_model
 from torch.optim.swa_utils import AveragedModel
-from zo_runs import log_lines
 
 import ds_zo  # noqa: F401
 from ds_zo.backends.common.plain_copies import StandIn
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import log_lines
 
 LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "lsp": 1e-3}
 BATCHES = [tiny_batch("llama", seed=seed) for seed in range(4)]

@@ -7,13 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from adalomo_reference import PlainAdaLOMO
-from lomo_runs import assert_close, assert_equal, batches, checkpointed, config_for, lively, start, train, weights_of
 from torch import nn
-from zoo import CASES
 
 from ds_zo.config import AdaLOMOParams
 from ds_zo.optim import FactoredMoments, adalomo_update_
+from tests.helpers.adalomo_reference import PlainAdaLOMO
+from tests.helpers.lomo_runs import (
+    assert_close,
+    assert_equal,
+    batches,
+    checkpointed,
+    config_for,
+    lively,
+    start,
+    train,
+    weights_of,
+)
+from tests.helpers.zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from lomo_runs import assert_close, assert_equal, batches, config_for, lively, start, train, weights_of
 from torch import nn
 
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.config import ConfigError
+from tests.helpers.lomo_runs import assert_close, assert_equal, batches, config_for, lively, start, train, weights_of
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("single_process")

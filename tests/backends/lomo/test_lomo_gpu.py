@@ -18,15 +18,15 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from equivalence_runs import Weights, assert_same_weights, on_device, one_step, parameters_of, zo_engine
-from lomo_runs import checkpointed, config_for, lively
-from stream_delays import delay_streams
-from tiny_models import tiny_batch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from zoo import Wandering, plain_batch, seeded
 
 from ds_zo.streaming.budget import MARGIN_NBYTES
+from tests.helpers.equivalence_runs import Weights, assert_same_weights, on_device, one_step, parameters_of, zo_engine
+from tests.helpers.lomo_runs import checkpointed, config_for, lively
+from tests.helpers.stream_delays import delay_streams
+from tests.helpers.tiny_models import tiny_batch
+from tests.helpers.zoo import Wandering, plain_batch, seeded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
 

@@ -11,7 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.utils import logger
-from lomo_runs import (
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ds_zo.config import ConfigError
+from tests.helpers.lomo_runs import (
     assert_close,
     assert_equal,
     batches,
@@ -24,11 +28,7 @@ from lomo_runs import (
     train_plain,
     weights_of,
 )
-from tiny_models import tiny_model
-from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-
-from ds_zo.config import ConfigError
+from tests.helpers.tiny_models import tiny_model
 
 STALE = r"forward after the last update.*add the losses up"
 pytestmark = pytest.mark.usefixtures("single_process")

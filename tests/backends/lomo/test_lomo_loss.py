@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lomo_runs import assert_equal, batches, config_for, lively, start, train, weights_of
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ds_zo.backends.common.chunked_loss import chunked_causal_lm_loss
 from ds_zo.planner import choices
+from tests.helpers.lomo_runs import assert_equal, batches, config_for, lively, start, train, weights_of
 
 VOCAB = 50
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from lomo_runs import (
+from torch import nn
+
+from tests.helpers.lomo_runs import (
     assert_close,
     assert_equal,
     batches,
@@ -18,8 +20,7 @@ from lomo_runs import (
     train_plain,
     weights_of,
 )
-from torch import nn
-from zoo import Wandering, plain_batch, seeded
+from tests.helpers.zoo import Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
-from lomo_runs import assert_equal, batches, config_for, lively, start, train, weights_of
 from safetensors.torch import save_file
 from torch import nn
+
+from tests.helpers.lomo_runs import assert_equal, batches, config_for, lively, start, train, weights_of
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -9,7 +9,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-from lomo_runs import (
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.helpers.lomo_runs import (
     assert_close,
     assert_equal,
     batches,
@@ -21,9 +24,7 @@ from lomo_runs import (
     train,
     weights_of,
 )
-from torch import nn
-from torch.utils.checkpoint import checkpoint
-from zoo import Layer, Wandering, plain_batch, seeded
+from tests.helpers.zoo import Layer, Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 import transformers as hf
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-from lomo_runs import assert_equal, batches, config_for, lively, start, streamed, train, weights_of
-from lsp_runs import lsp_json
 from torch import nn
-from zoo import CASES, Wandering, plain_batch, seeded
 
 from ds_zo.config import ConfigError, resolve
+from tests.helpers.lomo_runs import assert_equal, batches, config_for, lively, start, streamed, train, weights_of
+from tests.helpers.lsp_runs import lsp_json
+from tests.helpers.zoo import CASES, Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

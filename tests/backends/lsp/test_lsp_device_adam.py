@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 import torch
-from lsp_runs import small
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -17,6 +16,7 @@ from ds_zo.backends.lsp.matrices import MatrixState, find_matrices, group_matric
 from ds_zo.backends.lsp.products import LaunchCache, Rate
 from ds_zo.config import LSPParams
 from ds_zo.projectors import PreparedLaunches
+from tests.helpers.lsp_runs import small
 
 SETTINGS = LSPParams(lr=1e-2, subspace_dim=6, nonzeros_per_row=2, projector="random", edge="dense")
 CPU = torch.device("cpu")

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from lomo_runs import assert_equal, batches, start, train
-from lsp_runs import current_weights, lsp_json, small
 
 from ds_zo.config import ConfigError
+from tests.helpers.lomo_runs import assert_equal, batches, start, train
+from tests.helpers.lsp_runs import current_weights, lsp_json, small
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -10,13 +10,13 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from lomo_runs import assert_close, start
-from lsp_runs import current_weights, identity_projectors, lsp_json
 from torch import nn
-from zoo import Wandering, plain_batch, seeded
 
 from ds_zo.backends.lsp.device_group import DeviceGroup
 from ds_zo.backends.lsp.host_group import GroupPhase
+from tests.helpers.lomo_runs import assert_close, start
+from tests.helpers.lsp_runs import current_weights, identity_projectors, lsp_json
+from tests.helpers.zoo import Wandering, plain_batch, seeded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
 

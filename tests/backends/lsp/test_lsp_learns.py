@@ -6,8 +6,9 @@ from functools import cache
 
 import pytest
 import torch
-from lomo_runs import start
 from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.helpers.lomo_runs import start
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

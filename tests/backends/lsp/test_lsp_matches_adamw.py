@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from lomo_runs import assert_close, batches, start, train, train_plain, weights_of
-from lsp_runs import current_weights, identity_projectors, lsp_json, small
+
+from tests.helpers.lomo_runs import assert_close, batches, start, train, train_plain, weights_of
+from tests.helpers.lsp_runs import current_weights, identity_projectors, lsp_json, small
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -12,10 +12,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-from lomo_runs import assert_close, assert_equal, batches, checkpointed, start, train
-from lsp_runs import adopt_always, current_weights, lsp_json, small
 from torch import nn
-from zoo import Wandering, plain_batch, seeded
 
 from ds_zo.backends.lsp import calibration as lsp_calibration
 from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
@@ -24,6 +21,9 @@ from ds_zo.optim import subspace_adam
 from ds_zo.plugin import engine as plugin
 from ds_zo.projectors import workspace
 from ds_zo.streaming.intercepted import without_interception
+from tests.helpers.lomo_runs import assert_close, assert_equal, batches, checkpointed, start, train
+from tests.helpers.lsp_runs import adopt_always, current_weights, lsp_json, small
+from tests.helpers.zoo import Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lomo_runs import assert_close, assert_equal, batches, start, train
-from lsp_runs import CPU, Strided, adopt_always, current_weights, lsp_json, small
-from tiny_models import tiny_batch
 from transformers import BertConfig, BertForSequenceClassification
 
 from ds_zo.backends.lsp import backend as lsp
@@ -20,6 +17,9 @@ from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.config import ConfigError, LSPParams
 from ds_zo.optim.subspace_adam import Moments
 from ds_zo.projectors import SparseProjector, captured_share, flatten_spectrum
+from tests.helpers.lomo_runs import assert_close, assert_equal, batches, start, train
+from tests.helpers.lsp_runs import CPU, Strided, adopt_always, current_weights, lsp_json, small
+from tests.helpers.tiny_models import tiny_batch
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

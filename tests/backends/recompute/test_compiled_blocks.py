@@ -13,7 +13,10 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.utils import logger
-from lomo_runs import (
+from torch._dynamo.utils import counters
+
+from ds_zo.backends.recompute import compiled_blocks
+from tests.helpers.lomo_runs import (
     assert_close,
     assert_equal,
     batches,
@@ -25,10 +28,7 @@ from lomo_runs import (
     train,
     weights_of,
 )
-from lsp_runs import CPU, current_weights, lsp_json
-from torch._dynamo.utils import counters
-
-from ds_zo.backends.recompute import compiled_blocks
+from tests.helpers.lsp_runs import CPU, current_weights, lsp_json
 
 pytestmark = pytest.mark.usefixtures("single_process", "traced")
 

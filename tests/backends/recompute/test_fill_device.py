@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from lomo_runs import assert_equal, batches, lively, start, streamed, train, weights_of
-from zo_runs import log_lines
 
 from ds_zo.streaming import allocator, block_store
+from tests.helpers.lomo_runs import assert_equal, batches, lively, start, streamed, train, weights_of
+from tests.helpers.zo_runs import log_lines
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from lomo_runs import assert_close, assert_equal, batches, config_for, start, streamed, train, weights_of
-from lsp_runs import current_weights, lsp_json
 from torch import nn
 from torch.nn.utils import parametrizations
-from zoo import seeded
+
+from tests.helpers.lomo_runs import assert_close, assert_equal, batches, config_for, start, streamed, train, weights_of
+from tests.helpers.lsp_runs import current_weights, lsp_json
+from tests.helpers.zoo import seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -9,11 +9,11 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from equivalence_runs import one_step, zo_config, zo_engine
 from torch import nn
-from zoo import CASES
 
 from ds_zo.plugin import engine as plugin
+from tests.helpers.equivalence_runs import one_step, zo_config, zo_engine
+from tests.helpers.zoo import CASES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
 

@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
-from zo_runs import same_snapshot, set_snapshot, snapshot
 
 from ds_zo.backends.zo.lockstep import CannotInterleave, Lockstep
+from tests.helpers.thread_state import PassingMode, thread_state, var
+from tests.helpers.zo_runs import same_snapshot, set_snapshot, snapshot
 
 CPU = torch.device("cpu")
-var: contextvars.ContextVar[str] = contextvars.ContextVar("var", default="unset")
 
 
 def together(lockstep: Lockstep, *calls: Callable[[], Any]) -> list[Any]:
@@ -36,22 +35,6 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def thread_state() -> tuple[Any, ...]:
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(),
-        torch.backends.cuda.flash_sdp_enabled(),
-        torch.backends.cuda.math_sdp_enabled(),
-        torch.backends.cuda.mem_efficient_sdp_enabled(),
-        torch._C._len_torch_function_stack(),
-        var.get(),
-    )
 
 
 def test_every_pass_runs_a_block_before_any_goes_on() -> None:
@@ -252,12 +235,7 @@ def test_passes_that_call_different_blocks_are_refused_as_if_never_run() -> None
         assert thread_state() == outside
 
 
-class _Mode(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("enter", [lambda: torch.device("meta"), _Mode, torch.inference_mode])
+@pytest.mark.parametrize("enter", [lambda: torch.device("meta"), PassingMode, torch.inference_mode])
 def test_a_mode_open_across_a_block_is_refused(enter: Callable[[], Any]) -> None:
     lockstep = Lockstep(CPU)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from zo_runs import assert_equal, engine_for, one_step, weights, zo_json
-from zoo import CASES
 
 from ds_zo.backends.zo.passes import TrainingPasses
 from ds_zo.backends.zo.step_time import TIMED_NUM_UPDATES, StepTimeModel, TimedForward, compute_and_draw_s
+from tests.helpers.zo_runs import assert_equal, engine_for, one_step, weights, zo_json
+from tests.helpers.zoo import CASES
 
 GB = 10**9
 MODEL = StepTimeModel(

@@ -14,9 +14,10 @@ import pytest
 import torch
 import transformers as hf
 from deepspeed.utils import safe_get_full_fp32_param
-from tiny_models import tiny_batch, tiny_model
 from torch import nn
-from zo_runs import (
+
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import (
     FunctionalTie,
     Toy,
     assert_equal,

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from decoded_values import with_decoded_base
 from safetensors.torch import load_file
-from tiny_models import tiny_batch, tiny_model
 from torch import nn
-from zo_runs import assert_equal, engine_for, train, weights, zo_json
 
 from ds_zo import ConfigError, ops
+from tests.helpers.decoded_values import with_decoded_base
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import assert_equal, engine_for, train, weights, zo_json
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -6,8 +6,9 @@ from __future__ import annotations
 import deepspeed
 import pytest
 import torch
-from tiny_models import tiny_batch, tiny_model
-from zo_runs import engine_for, one_step, weights, zo_json
+
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import engine_for, one_step, weights, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -17,7 +17,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from equivalence_runs import (
+from torch import nn
+
+from tests.helpers.equivalence_runs import (
     Measured,
     Weights,
     assert_same_weights,
@@ -28,10 +30,9 @@ from equivalence_runs import (
     zo_config,
     zo_engine,
 )
-from mezo_reference import PlainMeZO
-from stream_delays import delay_streams
-from torch import nn
-from zoo import CASES, Wandering, plain_batch, seeded
+from tests.helpers.mezo_reference import PlainMeZO
+from tests.helpers.stream_delays import delay_streams
+from tests.helpers.zoo import CASES, Wandering, plain_batch, seeded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
 

@@ -10,9 +10,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-from equivalence_runs import Weights, assert_same_weights, masters_of, one_step, zo_config, zo_engine
 from torch import nn
-from zoo import CASES, seeded
+
+from tests.helpers.equivalence_runs import Weights, assert_same_weights, masters_of, one_step, zo_config, zo_engine
+from tests.helpers.zoo import CASES, seeded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
 

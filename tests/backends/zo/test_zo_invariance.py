@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence_runs import (
+
+from tests.helpers.equivalence_runs import (
     assert_same_weights,
     masters_of,
     on_device,
@@ -23,8 +24,8 @@ from equivalence_runs import (
     zo_config,
     zo_engine,
 )
-from zo_runs import Toy, toy_batches
-from zoo import CASES
+from tests.helpers.zo_runs import Toy, toy_batches
+from tests.helpers.zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

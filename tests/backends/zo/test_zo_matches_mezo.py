@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence_runs import (
+
+from tests.helpers.equivalence_runs import (
     Measured,
     assert_same_weights,
     one_step,
@@ -22,8 +23,8 @@ from equivalence_runs import (
     zo_config,
     zo_engine,
 )
-from mezo_reference import PlainMeZO, Weights
-from zoo import CASES, Batch, Wandering, plain_batch, seeded
+from tests.helpers.mezo_reference import PlainMeZO, Weights
+from tests.helpers.zoo import CASES, Batch, Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_models import tiny_batch, tiny_model
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import ModelOutput
-from zo_runs import (
+
+from ds_zo import ops
+from ds_zo.backends.zo import outputs
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import (
     EPS,
     LR,
     PlainMeZO,
@@ -35,9 +38,6 @@ from zo_runs import (
     weights,
     zo_json,
 )
-
-from ds_zo import ops
-from ds_zo.backends.zo import outputs
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

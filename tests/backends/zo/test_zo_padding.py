@@ -10,7 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from zo_runs import (
+
+from ds_zo.checkpoint.rebuild import replay
+from ds_zo.streaming import placement
+from tests.helpers.zo_runs import (
     EPS,
     LR,
     Block,
@@ -28,9 +31,6 @@ from zo_runs import (
     weights,
     zo_json,
 )
-
-from ds_zo.checkpoint.rebuild import replay
-from ds_zo.streaming import placement
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence_runs import Measured, Weights, masters_of, one_step, parameters_of, zo_config, zo_engine
-from mezo_reference import PlainMeZO
 from torch import nn
-from zoo import CASES, Wandering, plain_batch, seeded
+
+from tests.helpers.equivalence_runs import Measured, Weights, masters_of, one_step, parameters_of, zo_config, zo_engine
+from tests.helpers.mezo_reference import PlainMeZO
+from tests.helpers.zoo import CASES, Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -13,9 +13,13 @@ import deepspeed
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
-from tiny_models import tiny_batch, tiny_model
 from torch import nn
-from zo_runs import (
+
+from ds_zo import ops
+from ds_zo.backends.zo.materialise import Materialiser
+from ds_zo.config import ConfigError
+from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import (
     EPS,
     LR,
     FunctionalTie,
@@ -32,10 +36,6 @@ from zo_runs import (
     weights,
     zo_json,
 )
-
-from ds_zo import ops
-from ds_zo.backends.zo.materialise import Materialiser
-from ds_zo.config import ConfigError
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

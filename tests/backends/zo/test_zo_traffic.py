@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from equivalence_runs import one_step, parameters_of, zo_config, zo_engine
-from zoo import CASES
 
 from ds_zo.backends.zo import block_store
 from ds_zo.streaming.runtime import Slot
+from tests.helpers.equivalence_runs import one_step, parameters_of, zo_config, zo_engine
+from tests.helpers.zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -19,11 +19,15 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
-from test_lockstep import _Mode, thread_state
-from tiny_models import VOCAB, tiny_batch, tiny_model
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from zo_runs import (
+
+from ds_zo import ops
+from ds_zo.backends.zo.block_store import ZOBlockStore
+from ds_zo.backends.zo.materialise import Materialiser
+from tests.helpers.thread_state import PassingMode, thread_state
+from tests.helpers.tiny_models import VOCAB, tiny_batch, tiny_model
+from tests.helpers.zo_runs import (
     EPS,
     LR,
     Block,
@@ -45,10 +49,6 @@ from zo_runs import (
     weights,
     zo_json,
 )
-
-from ds_zo import ops
-from ds_zo.backends.zo.block_store import ZOBlockStore
-from ds_zo.backends.zo.materialise import Materialiser
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -177,7 +177,7 @@ def test_settings_around_blocks_do_not_leak(enter: Callable[[], Any], passes: Re
 
 
 @pytest.mark.parametrize("json", [STREAMED, RESIDENT])
-@pytest.mark.parametrize("enter", [lambda: torch.device("cpu"), _Mode, torch.inference_mode])
+@pytest.mark.parametrize("enter", [lambda: torch.device("cpu"), PassingMode, torch.inference_mode])
 def test_a_mode_around_blocks_runs_one_pass_after_the_other(
     enter: Callable[[], Any], json: dict[str, Any], passes: Recorder
 ) -> None:
