@@ -2,7 +2,7 @@
 
     python -m benchmarks.accuracy rows.jsonl
     python -m benchmarks.accuracy rows.jsonl --rates
-    python -m benchmarks.accuracy rows.jsonl --claims --dev
+    python -m benchmarks.accuracy rows.jsonl --dev
 
 Rates are chosen with one seed on a few tasks (`SELECT_TASKS`, `SELECT_SEED`), by the mean over those tasks of the score
 on dev; a method with `lr_of` takes another's. The table is of test scores, each of the state that was best on dev. It
@@ -19,7 +19,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.accuracy_claims import CLAIMS, claims_table
 from benchmarks.grid import Grid, GridCase, remaining, rows_of
 from benchmarks.grids import read_grid
 from ds_zo.records.rows import Row, table_lines
@@ -167,9 +166,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("rows", type=Path, nargs="+", help="files of rows that launch/sweep.py wrote")
     parser.add_argument("--grid", default="accuracy", metavar="NAME|FILE", help="for order, rates and what is missing")
     parser.add_argument("--dev", action="store_true", help="scores on dev, where the state was chosen, instead of test")
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--rates", action="store_true", help="show the chosen learning rates instead")
-    shown.add_argument("--claims", action="store_true", help="show what is claimed of methods beside one another")
+    parser.add_argument("--rates", action="store_true", help="show the chosen learning rates instead")
     args = parser.parse_args(arguments)
     try:
         rows = rows_of(args.rows)
@@ -181,13 +178,6 @@ def main(arguments: list[str] | None = None) -> None:
     if args.rates:
         for method, lr in best_rates(rows, tasks=select_tasks(grid)).items():
             print(f"{method}: {lr:g}")
-    elif args.claims:
-        scores = {
-            method: {task: by_seed([row for row in mine if row["task"] == task]) for task in grid.tasks}
-            for method, mine in at_chosen_rates(rows, grid).items()
-        }
-        claims = [claim for claim in CLAIMS if {claim.method, claim.other} <= set(grid.methods)]
-        print(claims_table(scores, grid.tasks, claims=claims))
     else:
         print(table(rows, grid=grid))
 

@@ -29,16 +29,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.report import report
 from benchmarks.zo_case import ZOCase, mezo, token_ids, zo
 from ds_zo.bench.measure import memory_peaks, start_device, synchronize
 from ds_zo.bench.runner import Case, prepare_to_fork, read_rows, run_cases
-from ds_zo.records.rows import Row, table_lines
+from ds_zo.records.rows import Row
 
 METHODS = ("mezo", "mezo-torch-save", "zo", "zo-torch-save", "zo-async")
 SHAPES = ("opt-1.3b", "opt-2.7b", "opt-6.7b")
 STREAM = {"master": "wire", "resident_blocks": 0}
-TARGET = 0.95
-"""Tokens/s with asynchronous checkpoints, of those without, at the largest shape."""
 _PARAMETERS_B = {"opt-1.3b": 1.32, "opt-2.7b": 2.65, "opt-6.7b": 6.66}
 _EXPECTED_GB = 2.2
 """Host memory a billion parameters in 16 bits, times the copies a case has of them."""
@@ -266,82 +265,6 @@ def cases(
     return found
 
 
-# Report
-
-
-def report(rows: Sequence[Row], *, run_id: str | None = None) -> str:
-    """Markdown of one run's rows: the last one's, unless it is named."""
-    if not rows:
-        return "There are no rows.\n"
-    run_id = run_id or rows[-1]["run_id"]
-    by_case = {row["case"]: row for row in rows if row["run_id"] == run_id}
-    good = {name: row for name, row in by_case.items() if row["status"] == "ok"}
-    first = next(iter(by_case.values()))
-    measured = good.get("disk", {})
-    disk = max((measured[name] for name in ("disk_gbps", "disk_gbps_threads") if name in measured), default=None)
-    lines = [
-        f"Run {run_id} on {first.get('gpu') or 'a CPU'}, commit {first.get('commit')}; "
-        + (f"disk {disk:.2f} GB/s written and fsynced." if disk is not None else "the disk was not measured."),
-        "",
-    ]
-    shapes = sorted({row["shape"] for row in good.values() if "shape" in row}, key=lambda s: _PARAMETERS_B.get(s, 0.0))
-    lines += ["tokens/s, saves included (of the same method without saves)", ""]
-    speeds = [[shape, *(_speed(good, shape, method) for method in METHODS)] for shape in shapes]
-    lines += table_lines(["model", *METHODS], speeds)
-    header = (
-        "case",
-        "checkpoint GB",
-        "mean save call s",
-        "mean writing s",
-        "waited for the writer s",
-        "after the last step s",
-        "host GB",
-    )
-    saves = []
-    for name, row in good.items():
-        if row.get("save_call_s"):
-            mean_s = sum(row["save_call_s"]) / len(row["save_call_s"])
-            waited, write_s = row.get("waited_s"), row.get("write_s")
-            wrote = sum(write_s) / len(write_s) if write_s else None
-            values = (row["checkpoint_gb"], mean_s, wrote, waited, row["left_after_last_step_s"], row["host_peak_gb"])
-            saves.append([name, *("" if v is None else f"{v:.2f}" for v in values)])
-    lines += ["", *table_lines(header, saves), "", *_target_lines(good, shapes, disk)]
-    bad = [
-        f"- {name}: {row['status']}, {row.get('error', '')}"[:300] for name, row in by_case.items() if name not in good
-    ]
-    if bad:
-        lines += ["", "Without a result:", "", *bad]
-    return "\n".join(lines) + "\n"
-
-
-def _speed(good: Mapping[str, Row], shape: str, method: str) -> str:
-    row, plain = good.get(f"{shape}/{method}"), good.get(f"{shape}/{method.partition('-')[0]}")
-    if row is None:
-        return "n/a"
-    speed = f"{row['tokens_per_s']:,.0f}"
-    if plain is None or plain is row:
-        return speed
-    return f"{speed} ({row['tokens_per_s'] / plain['tokens_per_s']:.3f})"
-
-
-def _target_lines(good: Mapping[str, Row], shapes: Sequence[str], disk: float | None) -> list[str]:
-    lines = []
-    for shape in shapes:
-        row, plain = good.get(f"{shape}/zo-async"), good.get(f"{shape}/zo")
-        if row is None or plain is None:
-            continue
-        ratio = row["tokens_per_s"] / plain["tokens_per_s"]
-        text = f"- {shape}: asynchronous checkpoints every {row['every']} steps keep {ratio:.3f} of tokens/s"
-        if shape == "opt-6.7b":
-            text += f"; at least {TARGET} asked for: {'met' if ratio >= TARGET else 'not met'}"
-        if disk is not None:
-            needed = row["checkpoint_gb"] / (row["every"] * plain["step_s"])
-            text += f". It takes {needed:.2f} GB/s of disk, and there are {disk:.2f}"
-            text += "" if disk >= needed else ": the disk sets the pace"
-        lines.append(text)
-    return lines
-
-
 # Command line
 
 
@@ -367,10 +290,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     table.add_argument("--device", default="cuda")
     shown = commands.add_parser("report", help="Markdown from rows")
     shown.add_argument("rows", type=Path)
-    shown.add_argument("--run-id", help="another run than the file's last")
     args = parser.parse_args(argv)
     if args.command == "report":
-        print(report(read_rows(args.rows), run_id=args.run_id), end="")
+        print(report(read_rows(args.rows)))
         return
     if argv is None:
         prepare_to_fork()
@@ -385,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     run_cases(chosen, out=args.out, only=args.only, resume=args.resume, total_s=args.budget_s, device=args.device)
     _remove_leftovers(Path(args.folder))
-    print(report(read_rows(args.out)), end="")
+    print(report(read_rows(args.out)))
 
 
 if __name__ == "__main__":

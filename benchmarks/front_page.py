@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.sources import read_rows
+from benchmarks.blocks import rows_in
 from ds_zo.records.rows import Row, append_row
 
 PLANNED = "cpu_front_page.jsonl"
@@ -56,12 +56,12 @@ class Bar(NamedTuple):
 
 def bars() -> dict[str, Bar]:
     """By case: its memory."""
-    found = {row["case"]: Bar(row["peak_gb"], is_planned=True) for row in read_rows(PLANNED)}
+    found = {row["case"]: Bar(row["peak_gb"], is_planned=True) for row in rows_in(PLANNED)}
     for case, (file, name) in MEASURED.items():
-        row = next(row for row in read_rows(file) if row["case"] == name and row["status"] == "ok")
+        row = next(row for row in rows_in(file) if row["case"] == name and row["status"] == "ok")
         found[case] = Bar(row["peak_gb"], is_planned=False)
     file, name = TOO_LARGE_AT_START
-    failed = [row for row in read_rows(file) if row["case"] == name]
+    failed = [row for row in rows_in(file) if row["case"] == name]
     stock = found["7B/zero-offload"]
     found["7B/zero-offload"] = stock._replace(starts_larger=all(row["status"] == "oom" for row in failed))
     return found
@@ -128,7 +128,7 @@ def draw() -> str:
                     value(end + 8, y + 25, shown)
             y += ROW
         y += 18
-    hosts = {row["case"]: row["host_peak_gb"] for row in read_rows(PLANNED)}
+    hosts = {row["case"]: row["host_peak_gb"] for row in rows_in(PLANNED)}
     text(0, y + 20, "≈ computed by ds-zo plan; other bars are measured on an H200.")
     text(0, y + 50, f"Host memory for all weights: 70B ≈ {hosts['70B/all']:.0f}, 175B ≈ {hosts['175B/all']:.0f} GB.")
     height = y + 62

@@ -118,7 +118,7 @@ LORA_LOMO = Grid(
     arguments=ON_ONE_GPU,
 )
 """Lv et al. (2023), Figures 3 to 5, cut down to minutes: what LOMO adds to LoRA at each rank (few looks at dev, which
-cost more than the steps), and loss and validation accuracy by step of LOMO and LoRA. `python -m benchmarks.curves`
+cost more than the steps), and loss and validation accuracy by step of LOMO and LoRA. `python -m benchmarks.pages`
 draws both."""
 
 

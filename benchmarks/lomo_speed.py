@@ -3,7 +3,7 @@
 python -m benchmarks.lomo_speed run --preset speed --out rows.jsonl
 python -m benchmarks.lomo_speed run --preset hosts --only 7b --out rows.jsonl
 python -m benchmarks.lomo_speed run --preset all --only 7b --out rows.jsonl --resume
-python -m benchmarks.lomo_speed report rows.jsonl --plan
+python -m benchmarks.lomo_speed report rows.jsonl
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 
 from benchmarks import presets
 from benchmarks.lomo_cases import LOMOCase, MemoryCase
-from benchmarks.lomo_plans import planned
-from benchmarks.lomo_report import markdown
+from benchmarks.report import report
 from ds_zo.bench.runner import WARM, Case
 
 _CASES = "benchmarks.lomo_cases"
@@ -135,7 +134,7 @@ def cases_of(preset: str, *, device: str = "cuda", tiny: bool = False) -> list[C
 
 def main(arguments: list[str] | None = None) -> None:
     cases: dict[str, Any] = {"presets": PRESETS, "cases_of": cases_of, "warm": _WARM}
-    presets.main(arguments, description=__doc__, markdown=markdown, plan=planned, **cases)
+    presets.main(arguments, description=__doc__, markdown=report, **cases)
 
 
 if __name__ == "__main__":

@@ -11,21 +11,22 @@ python -m benchmarks.lsp_speed report rows.jsonl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from benchmarks import presets
 from benchmarks.lsp_cases import LSPCase
-from benchmarks.lsp_claims import BATCHES, SHAPES, by_batch, claims_table
+from benchmarks.report import report
 from ds_zo.bench.runner import WARM, Case
-from ds_zo.records.rows import Row, table_lines
 
 TINY = {**presets.TINY, "num_hidden_layers": 2}
 
 _CASES = "benchmarks.lsp_cases"
 _SPEED = f"{_CASES}:speed"
 _WARM = (*WARM, _CASES)
+
+BATCHES = (4, 1)
 
 Contenders = dict[str, tuple[str, Mapping[str, Any]]]
 """Case name: method, and what it changes of the optimizer's parameters."""
@@ -196,7 +197,7 @@ _LEAST_TIMEOUT_S = 60.0
 
 def issue_cases() -> list[Case]:
     """Everything that is asked of LSP's speed and memory in one call of nine minutes on a cold H200, what matters most
-    first. See [Note: two batch sizes a case]."""
+    first. Each contender is set up once and measured with both batch sizes."""
     main = {shape: [_issue_case(shape, name, s) for name, s in of.items()] for shape, of in _ISSUE_S.items()}
     small, large, streamed = capped_cases()
     alone, sync, *ablation, fit = ablation_cases()
@@ -255,84 +256,9 @@ def _tiny(case: LSPCase) -> LSPCase:
     return replace(case, params=params, **sizes)
 
 
-# Report
-
-
-def markdown(rows: Sequence[Row]) -> str:
-    """The last run's rows: a table for each shape and batch size, with ratios to its own ZeRO-Offload and AdamW."""
-    if not rows:
-        return "No rows."
-    last = by_batch([row for row in rows if row["run_id"] == rows[-1]["run_id"]])
-    tables: dict[str, list[Row]] = {}
-    for row in last:
-        tables.setdefault(row["case"].rpartition("/")[0], []).append(row)
-    is_judged = any(title.removeprefix("capped/").startswith(SHAPES) for title in tables)
-    claims = [claims_table(last)] if is_judged else []
-    return "\n\n".join([*(_table(title, found) for title, found in tables.items()), *claims]) + "\n"
-
-
-_COLUMNS = (
-    *("case", "tokens/s", "step ms", "of ZeRO-Offload", "of AdamW", "GPU GB", "host GB", "forward ms", "backward ms"),
-    *(
-        "two cores ms",
-        "GPU busy ms",
-        "update ms",
-        "exposed CPU ms",
-        "exposed copy ms",
-        "spread ms",
-        "first step s",
-        "of it fit s",
-        "bias",
-    ),
-)
-
-
-def _table(title: str, rows: Sequence[Row]) -> str:
-    by_name = {row["case"].rpartition("/")[2]: row for row in rows}
-    lines: list[Sequence[str]] = []
-    for name, row in by_name.items():
-        if row.get("status") != "ok":
-            lines.append([name, f"{row.get('status')}: {str(row.get('error') or '')[:80]}"])
-            continue
-        speeds = [row["tokens_per_s"] / peer if (peer := _speed(by_name, who)) else None for who in _PEERS]
-        lines.append(
-            [
-                name,
-                f"{row['tokens_per_s']:,.0f}",
-                f"{1e3 * row['step_s']:.1f}",
-                *(_number(ratio, "{:.2f} x") for ratio in speeds),
-                f"{row['peak_gb']:.2f}",
-                f"{row['host_gb_added']:.1f}",
-                *(_ms(row.get(key)) for key in ("forward_s", "backward_s")),
-                *(_ms(row.get(key)) for key in ("two_cores_s", "gpu_busy_s", "update_s")),
-                *(_ms(row.get(key)) for key in ("exposed_cpu_s", "exposed_copy_s", "exposed_spread_s")),
-                f"{row['first_step_s']:.1f}",
-                _number(row.get("fit_s"), "{:.1f}"),
-                _number(row.get("bias_median"), "{:.3f}"),
-            ]
-        )
-    return "\n".join([f"## {title}", "", *table_lines(_COLUMNS, lines)])
-
-
-_PEERS = ("zero2-offload", "adamw")
-
-
-def _speed(rows: Mapping[str, Row], name: str) -> float | None:
-    found = rows.get(name, {}).get("tokens_per_s")
-    return None if found is None else float(found)
-
-
-def _ms(seconds: float | None) -> str:
-    return _number(None if seconds is None else 1e3 * seconds, "{:.1f}")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else form.format(value)
-
-
 def main(arguments: list[str] | None = None) -> None:
     cases: dict[str, Any] = {"presets": PRESETS, "cases_of": cases_of, "warm": _WARM}
-    presets.main(arguments, description=__doc__, markdown=markdown, **cases)
+    presets.main(arguments, description=__doc__, markdown=report, **cases)
 
 
 if __name__ == "__main__":

@@ -30,10 +30,8 @@ def main(
     cases_of: Callable[..., list[Case]],
     warm: Sequence[str],
     markdown: Callable[..., str],
-    plan: Callable[..., Any] | None = None,
 ) -> None:
-    """Runs the command line. `cases_of` takes a preset's name, `device` and `tiny`; `markdown` takes rows and, if
-    given, `plan`."""
+    """Runs the command line. `cases_of` takes a preset's name, `device` and `tiny`; `markdown` takes rows."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="a preset's cases, one process each; prints the report")
@@ -42,13 +40,9 @@ def main(
     report = commands.add_parser("report", help="rows as Markdown")
     report.add_argument("rows", type=Path)
     report.add_argument("--out", type=Path, help="a file to write instead of printing")
-    if plan is not None:
-        words = "what the planner expects, beside (seconds a model, no GPU)"
-        report.add_argument("--plan", action="store_true", help=words)
     args = parser.parse_args(arguments)
     if args.command == "report":
-        planned = {"plan": plan} if plan is not None and args.plan else {}
-        text = markdown(read_rows(args.rows), **planned)
+        text = markdown(read_rows(args.rows))
         if args.out is None:
             print(text)
         else:

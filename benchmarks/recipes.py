@@ -1,18 +1,15 @@
 """The recipes of docs/recipes.md: their JSON, command, measured and planned figures, and learning rates.
 
-    python -m benchmarks.recipes --write docs/recipes.md
-
-The page has blocks between `<!-- made: NAME -->` and `<!-- end -->`. This command fills them from ds_configs/, from the
-rows in benchmarks/results/ and from `ds-zo plan`. The text between the blocks is written by hand and has no figures.
+`benchmarks.pages` puts them on the page, from ds_configs/, from rows and from `ds-zo plan`. The text between the blocks
+is written by hand and has no figures.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -29,7 +26,6 @@ RESULTS = REPO / "benchmarks" / "results"
 CONFIGS = REPO / "ds_configs"
 OWN_ROWS = "h200_recipes.jsonl"
 """Rows of `benchmarks.recipe_speed`, which trains with the recipes' own JSONs. The tables show them first."""
-BLOCK = re.compile(r"<!-- made: (\S+) -->\n.*?<!-- end -->", flags=re.DOTALL)
 _TEXT_OPTIONS = "--task alpaca --data alpaca.jsonl --epochs 1"
 
 
@@ -527,23 +523,3 @@ def blocks() -> dict[str, str]:
         **{name: make() for name, make in whole.items()},
         **{recipe.file: recipe_block(recipe) for recipe in RECIPES},
     }
-
-
-def filled(page: str) -> str:
-    """The page with every block replaced by its present text."""
-    return BLOCK.sub(lambda found: f"<!-- made: {found[1]} -->\n{blocks()[found[1]]}\n<!-- end -->", page)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the overview, or fills the blocks of a page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, metavar="PAGE", help="fill the blocks of this page")
-    path = parser.parse_args(argv).write
-    if path is None:
-        print(overview())
-    else:
-        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -7,10 +7,10 @@ the profiler's trace, `draw` needs nothing but the recording.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.pictures import save
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Recording = dict[str, Any]
 LANES = ("upload", "compute", "download")
@@ -115,7 +115,7 @@ def busy(recording: Mapping[str, Any]) -> dict[str, float]:
     return {lane: union_length(found) / recording["step_s"] for lane, found in spans.items()}
 
 
-def draw(recording: Mapping[str, Any], path: Path) -> None:
+def draw(recording: Mapping[str, Any]) -> Figure:
     """A lane a stream, time from left to right."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -143,7 +143,7 @@ def draw(recording: Mapping[str, Any], path: Path) -> None:
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    save(figure, path)
+    return figure
 
 
 def _title(recording: Mapping[str, Any]) -> str:

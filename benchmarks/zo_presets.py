@@ -7,7 +7,7 @@ what its shapes cost.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.zo_case import ZOCase
@@ -35,16 +35,6 @@ interval before it is timed."""
 _FIRST_FORWARDS = 5
 """The first step's: in lockstep, one pass after the other, three rehearsals."""
 _DEVICE_BYTES, _HOST_GB = 140e9, 133.0
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a case must reach and what it might, of one of a row's numbers."""
-
-    what: str
-    """`ratio` (tokens/s over MeZO's of the same run), `peak_gb`, `host` or `finite`."""
-    least: float | None = None
-    stretch: float | None = None
 
 
 def targets() -> list[Case]:
@@ -76,28 +66,6 @@ def _targets() -> Iterator[Case]:
     yield _case("66b.capped.fp8", "opt-66b", stream={**capped, "wire_dtype": "fp8"}, cap_gb=CAP_GB, **twenty)
     yield _case("30b.capped", "opt-30b", stream=capped, cap_gb=CAP_GB, **twenty)
 
-
-TARGETS: dict[str, tuple[Target, ...]] = {
-    **{f"{size}.resident": (Target("ratio", 1.8, 2.1),) for size in ("1.3b", "6.7b", "13b")},
-    "6.7b.streamed": (
-        Target("ratio", 1.0, 1.1),
-        Target("peak_gb", 2.3, 1.9),
-        Target("host"),
-        Target("link", 0.9, 0.97),
-    ),
-    "13b.streamed": (Target("ratio", 1.0, 1.1), Target("peak_gb", 2.9, 2.7), Target("host"), Target("link", 0.9, 0.97)),
-    "6.7b.batch4.streamed": (Target("ratio", 1.25, 1.35), Target("host")),
-    "6.7b.bf12": (Target("ratio", 1.0, 1.1), Target("peak_gb", 2.3, 1.9), Target("host")),
-    "13b.bf12": (Target("ratio", 1.0, 1.1), Target("peak_gb", 2.9, 2.7), Target("host")),
-    "6.7b.fp8": (Target("ratio", 1.8, 2.0), Target("host")),
-    "13b.fp8": (Target("ratio", 1.8, 2.0), Target("host")),
-    "6.7b.half": (Target("ratio", 1.5, 1.8), Target("host")),
-    "6.7b.split": (Target("of 6.7b.streamed", 0.95), Target("host")),
-    "6.7b.directions2": (Target("of 6.7b.streamed"),),
-    "30b.capped": (Target("peak_gb", 5.0, 4.8), Target("host"), Target("link", 0.9, 0.97), Target("finite")),
-    "66b.capped.fp8": (Target("host"), Target("finite")),
-}
-"""By case of `targets`."""
 
 _TABLE_1 = (
     # shape, dtypes: as far as 128 GiB of host memory go

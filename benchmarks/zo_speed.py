@@ -5,9 +5,7 @@ python -m benchmarks.zo_speed preset paper --out rows.jsonl --only '^t1' --total
 python -m benchmarks.zo_speed preset all --out rows.jsonl --skip 'split|half' --total-s 600
 python -m benchmarks.zo_speed case --shape opt-6.7b --method zo --stream '{"master": "wire"}'
 python -m benchmarks.zo_speed report rows.jsonl > report.md
-python -m benchmarks.zo_speed plot rows.jsonl --run-id RUN --out sizes.svg
 python -m benchmarks.zo_speed timeline --shape opt-6.7b --layers 8 --out step.json
-python -m benchmarks.zo_speed timeline --draw step.json --out step.svg    (or rows of a run with one)
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from benchmarks import presets
@@ -78,16 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--run-id", help="only rows of this run; else each table takes the newest row of a case")
     report.set_defaults(run=_report)
 
-    plot = commands.add_parser("plot", help="tokens/s and memory against model size, from rows")
-    plot.add_argument("rows", type=Path, nargs="+")
-    plot.add_argument("--run-id", help="only rows of this run; else the newest run that has two sizes")
-    plot.add_argument("--out", type=Path, required=True, help="a picture (png, svg)")
-    plot.set_defaults(run=_plot)
-
     timeline = commands.add_parser("timeline", help="what the streams did in one streamed step")
-    timeline.add_argument("--out", type=Path, required=True, help="a JSON file, or with --draw a picture (png, svg)")
-    timeline.add_argument("--draw", type=Path, metavar="FILE", help="draw this recording instead of making one")
-    timeline.add_argument("--run-id", help="with --draw: the recording of this run; else the last one in the file")
+    timeline.add_argument("--out", type=Path, required=True, help="a JSON file")
     timeline.add_argument("--shape", default="opt-6.7b")
     timeline.add_argument("--layers", type=int, default=8)
     timeline.add_argument("--dtype", default="bf16", choices=sorted(DTYPES))
@@ -114,7 +103,7 @@ def _preset(args: argparse.Namespace) -> None:
 def run_preset(cases: Sequence[Case], args: argparse.Namespace) -> list[Row]:
     """The cases in order, under one run id, a line printed for each as it ends, and how they compare when all have or
     the run is stopped. One that the time left no longer holds is passed over for later ones that it does."""
-    from benchmarks.zo_report import ratios
+    from benchmarks.report import report
 
     seen: list[Row] = []
 
@@ -125,9 +114,9 @@ def run_preset(cases: Sequence[Case], args: argparse.Namespace) -> list[Row]:
     try:
         results = presets.run_chosen(cases, args, warm=_WARM, on_row=show)
     except SystemExit:  # told to end: every case has its row
-        print(ratios(seen), flush=True)
+        print(report(seen), flush=True)
         raise
-    print(ratios(results), flush=True)
+    print(report(results), flush=True)
     return results
 
 
@@ -150,48 +139,18 @@ def _rows(args: argparse.Namespace) -> list[Row]:
 
 
 def _report(args: argparse.Namespace) -> None:
-    from benchmarks.zo_report import report
+    from benchmarks.report import report
 
     print(report(_rows(args)))
 
 
-def _plot(args: argparse.Namespace) -> None:
-    from benchmarks.pictures import save
-    from benchmarks.zo_plots import plot_sizes
-
-    try:
-        figure = plot_sizes(_rows(args))
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    save(figure, args.out)
-
-
 def _timeline(args: argparse.Namespace) -> None:
-    from benchmarks import timeline
-
-    if args.draw is not None:
-        timeline.draw(_recording(args.draw, run_id=args.run_id), args.out)
-        return
     params = {"shape": args.shape, "layers": args.layers, "dtype": args.dtype, "stream": args.stream}
     case = Case("timeline", "benchmarks.timeline:record", params, timeout_s=120)
     (row,) = run_cases([case], out=None, warm=_WARM)
     if row["status"] != "ok":
         raise SystemExit(f"no timeline: {row.get('error')}\n{row.get('last_words')}")
     args.out.write_text(json.dumps(row), encoding="utf-8")
-
-
-def _recording(path: Path, *, run_id: str | None) -> Row:
-    """A file that `timeline` wrote, or the last recording among rows. `run_id`: of this run alone; None: of any."""
-    if run_id is None:
-        with suppress(json.JSONDecodeError):
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-    found = [row for row in read_rows(path) if "spans" in row and run_id in (None, row.get("run_id"))]
-    if not found:
-        of_run = "" if run_id is None else f" of run {run_id}"
-        raise SystemExit(
-            f"no row of {path}{of_run} is a recorded step: `zo_speed preset all --only timeline` makes one"
-        )
-    return found[-1]
 
 
 if __name__ == "__main__":

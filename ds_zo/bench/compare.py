@@ -5,7 +5,6 @@ ds-zo bench --model random:opt-13b --device-memory-gb none,24 --contenders zo,lo
 ds-zo bench --model random:llama-1.3b --batch 32 --contenders lomo,zero2-offload --accumulate zero2-offload=4
 ds-zo bench --model random:llama-1.3b --batch 32 --best-batch --device-memory-gb 24 --contenders lsp,zero2-offload
 ds-zo bench --report-only --out results
-ds-zo bench --headline results/* --into . docs
 
 Several caps have a folder each: OUT/uncapped, OUT/24gb.
 """
@@ -118,9 +117,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     to.add_argument("--resume", action="store_true", help="continue the last run in DIR, if this machine made it")
     to.add_argument("--target-loss", type=float, metavar="L", help="also report the time to this loss")
     to.add_argument("--report-only", action="store_true", help="draw table and page again from the rows in DIR")
-    to.add_argument("--headline", nargs="+", type=Path, metavar="DIR", help="one table and one plot of several results")
-    into = "pages that get the headline between their markers; of a folder, its pages that hold the markers"
-    to.add_argument("--into", nargs="+", type=Path, default=[], metavar="FILE", help=into)
     to.add_argument("--list", action="store_true", help="list contenders with their settings, and end")
 
 
@@ -143,16 +139,10 @@ def run(args: argparse.Namespace) -> None:
     """Runs the command that the arguments describe. Raises a `ValueError` that names a wrong argument."""
     from ds_zo.bench.contenders import ALL
 
-    if args.into and not args.headline:
-        raise ValueError("--into writes a headline into a file: name the results to summarise (--headline DIR ...)")
     if args.list:
         width = max(map(len, ALL))
         for name, contender in ALL.items():
             print(f"{name:<{width}}  {contender.title}: {contender.settings}")
-    elif args.headline:
-        from ds_zo.bench.headline import write_headline
-
-        print(write_headline(args.headline, into=args.into))
     elif args.report_only:
         for folder, rows in runs_of(folders_with_rows(args.out), args.run_id):
             write_configs({row["case"]: row["params"] for row in rows}, folder / "configs")

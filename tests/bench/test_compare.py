@@ -175,7 +175,6 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.
         ),
         (["--accumulate", "lomo=2", "--batch", "4"], "lomo does not accumulate gradients here, got 2"),
         (["--best-batch", "--layers", "2"], "takes one whole model and one cap: leave out --accumulate"),
-        (["--into", "README.md"], "name the results to summarise (--headline DIR ...)"),
     ):
         assert main([*arguments, "--device", "cpu", "--out", str(tmp_path / "none")]) == 1
         assert words in capsys.readouterr().err

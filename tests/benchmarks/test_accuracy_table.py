@@ -1,4 +1,4 @@
-"""The table that rows make, whole or not; which cases rows bring; what is claimed."""
+"""The table that rows make, whole or not; which cases rows bring."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import accuracy
 from benchmarks.accuracy import best_rates, staged_cases, table, tuning_cases, whole_sweep
-from benchmarks.accuracy_claims import verdict
 from benchmarks.grid import GridCase, remaining
 from benchmarks.grids import GRIDS
 from ds_zo.records.rows import Row, append_row
@@ -70,25 +69,11 @@ def test_rows_bring_the_cases_whose_rates_they_decide() -> None:
     assert len(staged_cases(GRID, failed)) == len(first), "no rate that works, nothing to run"
 
 
-def scores(*values: float, metric: str = "accuracy") -> dict[int, Row]:
-    return {seed: {"after": value, "metric": metric} for seed, value in enumerate(values)}
-
-
-def test_claims_go_by_the_spread_over_seeds() -> None:
-    assert verdict("noise", scores(0.80, 0.84), scores(0.81)) == "+1.00 ± 4.00 yes"
-    assert verdict("noise", scores(0.80, 0.81), scores(0.90, 0.91)).endswith(" no")
-    assert verdict("noise", scores(0.80), scores(0.81)) == "-1.00 (one seed)"
-    assert verdict("2%", scores(0.79), scores(0.80)) == "-1.00 yes" and verdict("2%", {}, scores(0.8)) == "–"
-    assert verdict("above", scores(8.0, metric="perplexity"), scores(7.0, metric="perplexity")) == "-0.13 no"
-
-
-def test_the_command_shows_table_and_claims(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     for method, after in (("sgd", 0.9), ("lomo", 0.8)):
         for seed in (0, 1):
             append_row(rows, row(method, "sst2", 3e-2, seed, dev=0.5, after=after + seed / 50))
-    accuracy.main([str(rows), "--claims"])
-    assert "| lomo = sgd within seed noise | -10.00 ± 2.00 no | – |" in capsys.readouterr().out
     accuracy.main([str(rows)])
     assert "| sgd | 0.03? | 10 | 91.0 ± 1.4 (2 of 3) |" in capsys.readouterr().out
     accuracy.main([str(rows), "--dev"])

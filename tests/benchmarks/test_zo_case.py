@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import zo_case
+from benchmarks import timeline, zo_case
 from benchmarks.zo_presets import CASE, PRESETS, paper, stored_gb, targets, tiny
-from benchmarks.zo_report import report
 from benchmarks.zo_speed import main, run_preset
 from ds_zo.bench.runner import Case, read_rows
 
@@ -97,11 +96,9 @@ def test_cases_become_rows_and_rows_a_report(tmp_path: Path, capsys: pytest.Capt
     assert [row["case"] for row in rows] == ["6.7b.mezo", "6.7b.streamed"], "the first row is kept, not run again"
     assert [row["status"] for row in rows] == ["ok", "ok"], rows[-1].get("last_words")
     assert first[0]["run_id"] == both[1]["run_id"]
-    ratio = both[1]["tokens_per_s"] / both[0]["tokens_per_s"]
-    assert f"| 6.7b.streamed | tokens/s, x MeZO | {ratio:.3g} | >= 1 | 1.1 |" in report(rows)
-    assert f"\n6.7b.streamed: tokens/s, x MeZO {ratio:.3g} (>= 1" in capsys.readouterr().out
+    assert "\n| 6.7b.streamed | " in capsys.readouterr().out
     main(["report", str(out)])
-    assert "### Targets" in capsys.readouterr().out
+    assert "\n| 6.7b.streamed | " in capsys.readouterr().out
 
 
 def test_presets_list_their_cases(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,3 +106,35 @@ def test_presets_list_their_cases(capsys: pytest.CaptureFixture[str]) -> None:
         main(["preset", preset, "--list", "--only", "1.3b"])
         listed = capsys.readouterr().out.splitlines()
         assert len(listed) == 1 + sum("1.3b" in case.name for case in cases())  # type: ignore[operator]
+
+
+def test_names_are_unique_and_every_ratio_has_its_mezo() -> None:
+    for cases in (targets(), paper()):
+        assert len({case.name for case in cases}) == len(cases)
+    names = {case.name for case in paper()}
+    ours = {name for name in names if name.startswith(("t1.", "t78.")) and ".zo" in name} - {"t1.66b.fp8.zo"}
+    theirs = {re.sub(r"\.zo(\.\d+x\d+)?", ".mezo", name) for name in ours}
+    assert ours and theirs <= names
+
+
+def test_a_trace_becomes_the_spans_of_one_step() -> None:
+    def event(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
+        return {"cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"stream": 7}}
+
+    events: list[dict[str, Any]] = [{"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 9}]
+    for step in range(3):
+        at = 1000.0 + 10_000 * step
+        events.append(event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", at, 9_000))
+        events.append(event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", at, 10))
+        events.append(event("kernel", "_replay_perturb_kernel", at, 1_000))
+        events += [event("kernel", "gemm", at + 1_005 + 100 * i, 95) for i in range(80)]
+        events.append(event("kernel", "gemm", at + 9_990, 10))
+        events.append(event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", at + 2_000, 3_000))
+    recording = timeline.from_trace(events, num_steps=3)
+    assert recording["step_s"] == pytest.approx(0.010)
+    kinds = [(lane, kind) for lane, kind, *_ in recording["spans"]]
+    assert kinds.count(("compute", "noise")) == 1 and kinds.count(("compute", "forward")) == 2, "kernels are joined"
+    share = timeline.busy(recording)
+    assert share["upload"] == pytest.approx(0.9) and share["download"] == pytest.approx(0.3)
+    with pytest.raises(ValueError, match="no kernels"):
+        timeline.from_trace(events[:1], num_steps=3)

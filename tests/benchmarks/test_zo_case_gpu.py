@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.zo_report import link_busy, trained
 from ds_zo.bench.runner import Case, run_cases
 
 pytestmark = pytest.mark.gpu
@@ -23,9 +22,8 @@ def test_a_case_is_filled_within_its_cap_and_machine_facts_are_in_its_run() -> N
     assert machine["status"] == row["status"] == "ok", (machine.get("error"), row.get("error"))
     assert row["resident_blocks"] == 0 and row["filled"]["resident_blocks"] > 0
     assert row["filled"]["up_gb_a_step"] < row["up_gb_a_step"]
-    assert trained(row)[1], "20 steps within the cap"
-    share = link_busy(row, {"machine": machine})
-    assert share is not None and share > 0  # no upper bound: other tests slow the link while its rate is measured
+    assert row["filled"]["peak_gb"] <= row["cap_gb"]
+    assert row["up_gb_a_step"] / row["step_s"] / machine["link_gbps"]["up"] > 0
     assert machine["kernel_gparameters_per_s"]["bf16 replay 1 + perturb 1"] > 10
 
 
