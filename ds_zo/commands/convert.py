@@ -22,6 +22,7 @@ from ds_zo.config.convert import (
 )
 from ds_zo.config.errors import ConfigError, Errors, shown
 from ds_zo.config.json_text import read_object
+from ds_zo.config.marks import Trait
 from ds_zo.config.rules import check_removed_features
 
 _EXAMPLES = (
@@ -185,7 +186,7 @@ def _planned(args: argparse.Namespace, ds_config: dict[str, Any], first: Convers
     ]
     resolved = check(converted.config)
     one_pass = getattr(resolved.optimizer, "norm_scope", None) == "group"
-    if resolved.entry.updates_in_backward and resolved.gradient_clipping and not one_pass:
+    if resolved.entry.has(Trait.UPDATES_IN_BACKWARD) and resolved.gradient_clipping and not one_pass:
         lines.append("plan: the time is that of one backward pass; gradient_clipping adds another")
     if not estimate.fits:
         what = "host" if estimate.fits_device else "GPU"

@@ -9,27 +9,15 @@ from typing import Any
 import torch
 
 from ds_zo.config.errors import ConfigError
+from ds_zo.config.marks import MayDiffer, marks_in
 from ds_zo.config.resolved import Resolved
+from ds_zo.config.section import DsZoConfig
 
 _MAY_DIFFER = frozenset(
-    {
-        "pin_memory",
-        "clipping_explicit",
-        "ignored",
-        "warnings",
-        "params_at",
-        "ds_zo.params",
-        "ds_zo.cuda_graphs",
-        "ds_zo.compile_blocks",
-        "ds_zo.stream.device_memory_gb",
-        "ds_zo.stream.resident_blocks",
-        "ds_zo.stream.device_slots",
-        "ds_zo.stream.overlap",
-        "ds_zo.stream.reuse_buffers",
-        "ds_zo.checkpoint.asynchronous",
-        "ds_zo.checkpoint.trajectory_dir",
-        "ds_zo.checkpoint.keep_last",
-    }
+    [
+        *("pin_memory", "clipping_explicit", "ignored", "warnings", "params_at"),
+        *(f"ds_zo.{path}" for path, _ in marks_in(DsZoConfig, MayDiffer)),
+    ]
 )
 """Settings that may differ between ranks: placement, ways of computing, and files. Weights do not depend on them."""
 

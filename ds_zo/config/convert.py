@@ -16,12 +16,13 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from ds_zo.config.draft import SECTION_AT, Change, Draft
 from ds_zo.config.errors import ConfigError, Errors, shown, type_remedy
 from ds_zo.config.learning_rates import StartingRate, starting_rate
+from ds_zo.config.marks import Needs, ReadBy, Trait, marks_in
 from ds_zo.config.optimizers import STOCK_PARAMS
-from ds_zo.config.registry import entry_of, unknown_optimizer
+from ds_zo.config.registry import entry_of, readers, unknown_optimizer
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.rules import READ_OF_PLACES, READ_OF_ZERO, REFUSED, UNREAD, check_top_level, far_rate
-from ds_zo.config.section import NEED_STREAMING
+from ds_zo.config.section import KAHAN_REMOVAL, DsZoConfig
 from ds_zo.config.stock import block, is_on, lookup, optimizer_params, read_stock
 from ds_zo.versions import REMOVED_FEATURES
 
@@ -50,13 +51,7 @@ _DEFAULT_LR = 1e-3
 """Learning rate of Adam and AdamW where the JSON names none."""
 _MAX_DECAY = 1000.0
 _LOSS_SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-_STREAM_BUFFERS = ("device_slots", "overlap", "reuse_buffers")
 _ON_HOST = {"device": "cpu", "pin_memory": True}
-_READERS = {
-    "stream.frozen_dtype": "only ZO and Adapter read it",
-    "stream.offload_activations": "only Adapter reads it",
-}
-"""Reasons to remove keys of the `ds_zo` section that ZO is not the only one to read."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +204,7 @@ def _remove_refused(draft: Draft) -> None:
         draft.remove(path, "DeepSpeed 0.19.8 removed the feature, and {type} does not have it")
     for key, why in UNREAD.items():
         draft.remove(key, why)
-    if draft.entry.zeroth_order and is_on(draft.get("flops_profiler")):
+    if draft.entry.has(Trait.ZEROTH_ORDER) and is_on(draft.get("flops_profiler")):
         draft.remove("flops_profiler", "it cannot follow the interleaved passes of {type}")
 
 
@@ -226,7 +221,9 @@ def _convert_zero(draft: Draft, source: str | None, *, stream: bool | None) -> N
         )
     elif stream is False:
         draft.remove(param, "planned: the whole model fits the GPU")
-    elif stage == 3 and device in (None, "none") and entry.shards_host and not entry.shards_device:
+    elif (
+        stage == 3 and device in (None, "none") and entry.has(Trait.SHARDS_HOST) and not entry.has(Trait.SHARDS_DEVICE)
+    ):
         draft.set(param, _ON_HOST, "{type} divides no weights among GPUs; the ranks of a machine share a host copy")
     if draft.streams and not draft.has(f"{param}.pin_memory"):
         draft.set(f"{param}.pin_memory", True, "copies from memory that is not pinned are several times slower")
@@ -241,7 +238,7 @@ def _convert_zero(draft: Draft, source: str | None, *, stream: bool | None) -> N
 
 def _convert_offload_optimizer(draft: Draft, source: str | None) -> None:
     at = "zero_optimization.offload_optimizer"
-    if not draft.entry.offloads_optimizer:
+    if not draft.entry.has(Trait.OFFLOADS_OPTIMIZER):
         draft.remove(at, "{type} offloads no optimizer states")
         return
     device = draft.get(f"{at}.device")
@@ -272,11 +269,11 @@ def _convert_stage(draft: Draft, stage: Any) -> None:
     entry, at = draft.entry, "zero_optimization.stage"
     if stage == 3:
         may_stream = draft.streams or draft.get("zero_optimization.offload_param.device") == "auto"
-        if (may_stream and entry.shards_host) or (not draft.streams and entry.shards_device):
+        if (may_stream and entry.has(Trait.SHARDS_HOST)) or (not draft.streams and entry.has(Trait.SHARDS_DEVICE)):
             return
-    if entry.offloads_optimizer and stage in (2, 3):
+    if entry.has(Trait.OFFLOADS_OPTIMIZER) and stage in (2, 3):
         draft.set(at, 1, "{type} divides Adam's states among ranks from stage 1 on, and nothing more at higher stages")
-    elif not entry.offloads_optimizer and stage in (1, 2, 3):
+    elif not entry.has(Trait.OFFLOADS_OPTIMIZER) and stage in (1, 2, 3):
         draft.set(at, 0, "{type} divides no gradients or optimizer states; each rank has the whole model")
 
 
@@ -319,17 +316,19 @@ def _names_itself(draft: Draft, source: str | None) -> bool:
 
 def _convert_precision(draft: Draft) -> None:
     entry = draft.entry
-    if entry.refuses_fp16 and draft.get("fp16.enabled") is True:
+    if entry.has(Trait.REFUSES_FP16) and draft.get("fp16.enabled") is True:
         draft.remove("fp16", "{type} does not scale losses, which fp16 needs")
         draft.set("bf16", {"enabled": True}, "in place of fp16; give Trainer or Accelerate bf16 as well")
-    if entry.refuses_fp16 and draft.get("fp16.enabled") == "auto":
+    if entry.has(Trait.REFUSES_FP16) and draft.get("fp16.enabled") == "auto":
         draft.note("{type} refuses fp16: give Trainer or Accelerate bf16")
     if draft.get("torch_autocast.enabled") is True:
         if True in (draft.get("fp16.enabled"), draft.get("bf16.enabled"), draft.get("bfloat16.enabled")):
             draft.remove("torch_autocast", "autocast is for a float32 model, and this one is in 16 bits")
-        elif entry.refuses_fp16 and "b" not in str(draft.get("torch_autocast.dtype")):  # CUDA's default is float16
+        elif entry.has(Trait.REFUSES_FP16) and "b" not in str(
+            draft.get("torch_autocast.dtype")
+        ):  # CUDA's default is float16
             draft.set("torch_autocast.dtype", "bfloat16", "{type} does not scale losses, which float16 needs")
-    scales = entry.scales_loss and not entry.refuses_fp16
+    scales = entry.has(Trait.SCALES_LOSS) and not entry.has(Trait.REFUSES_FP16)
     why = "{type} does not read it" if scales else "{type} does not scale losses"
     draft.keep_only("fp16", ("enabled", "auto_cast", *(_LOSS_SCALE_KEYS if scales else ())), why)
     for key in ("bf16", "bfloat16"):
@@ -344,30 +343,25 @@ def _convert_section(draft: Draft, *, device_memory_gb: float | None) -> None:
     for path in refused_autos(draft.config):
         if path.startswith(f"{at}."):
             draft.remove(path, 'Trainer and Accelerate refuse "auto" here; left out means the same')
-    unread = [f"stream.{key}" for key in entry.unread_stream_keys]
-    unread += [] if entry.replays_updates else ["checkpoint.trajectory", "checkpoint.trajectory_dir"]
-    for key in (*unread, *([] if entry.zeroth_order else ["cuda_graphs"])):
-        draft.remove(f"{at}.{key}", _READERS.get(key, "only ZO reads it"))
+    for path, mark in marks_in(DsZoConfig, ReadBy):
+        if not entry.has(mark.traits) and mark.value in (None, draft.get(f"{at}.{path}")):
+            who = readers(mark.traits)
+            why = mark.removal.replace("{readers}", who).replace("{read}", "read" if " and " in who else "reads")
+            draft.remove(f"{at}.{path}", why)
     if draft.get(f"{at}.checkpoint.trajectory") is not True:
         draft.remove(f"{at}.checkpoint.trajectory_dir", "no trajectory is recorded")
-    if entry.stock_types:
-        draft.remove(f"{at}.rounding", "16-bit weights of {type} are rounded from float32 masters")
-    if not entry.compiles_blocks:
-        draft.remove(f"{at}.compile_blocks", "{type} does not compile blocks")
-    stage = draft.get("zero_optimization.stage")
-    if draft.get(f"{at}.rounding") == "kahan" and (draft.streams or stage == 3 or not entry.rounds_by_kahan):
-        why = "kahan is for LOMO and AdaLOMO with whole weights on the device; the default is stochastic"
-        draft.remove(f"{at}.rounding", why)
-    if not draft.streams:
-        shards = stage == 3 and entry.shards_device
-        for key in NEED_STREAMING if shards else (*NEED_STREAMING, *_STREAM_BUFFERS):
-            draft.remove(f"{at}.stream.{key}", "no block streams")
+    streams, is_sharded = draft.streams, draft.get("zero_optimization.stage") == 3
+    if draft.get(f"{at}.rounding") == "kahan" and (streams or is_sharded):
+        draft.remove(f"{at}.rounding", KAHAN_REMOVAL)
+    for path, needs in marks_in(DsZoConfig, Needs):
+        if not needs.are_met(streams=streams, shards=is_sharded and entry.has(Trait.SHARDS_DEVICE)):
+            draft.remove(f"{at}.{path}", "no block streams")
 
 
 def _convert_accumulation(draft: Draft) -> None:
     """Lets LOMO and AdaLOMO accept several micro-batches a step, which they refuse by default."""
     at = f"{draft.params_at}.accumulation"
-    if not draft.entry.updates_in_backward or draft.get(at) == "sequential":
+    if not draft.entry.has(Trait.UPDATES_IN_BACKWARD) or draft.get(at) == "sequential":
         return
     plain = without_auto(draft.config)
     total, micro = plain.get("train_batch_size"), plain.get("train_micro_batch_size_per_gpu")
@@ -392,9 +386,9 @@ def _clips(draft: Draft) -> bool:
 
 
 def _convert_clipping(draft: Draft) -> None:
-    if not draft.entry.clips_gradients:
+    if not draft.entry.has(Trait.CLIPS_GRADIENTS):
         draft.remove("gradient_clipping", "{type} has no gradients to clip; its own limit is clip_projected_grad")
-    elif draft.entry.updates_in_backward and _clips(draft):
+    elif draft.entry.has(Trait.UPDATES_IN_BACKWARD) and _clips(draft):
         if draft.get(f"{draft.params_at}.norm_scope") == "group":
             return
         draft.note(
@@ -415,7 +409,7 @@ def _convert_rates(draft: Draft, source: str | None, start: StartingRate) -> tup
         return (old, "as the JSON has it") if old is not None else (start.lr, start.basis)
     is_adam = source is None and (draft.is_client or "adam" in str(_type_before(draft)).lower())
     lr, why, basis = start.lr, start.source, start.basis
-    if entry.adamw_rates and is_adam and old and not (entry.stock_types and old < lr):
+    if entry.has(Trait.ADAMW_RATES) and is_adam and old and not (entry.stock_types and old < lr):
         lr = float(old)
         why = basis = (
             "AdamW's rate: the optimizer stays"
@@ -423,7 +417,7 @@ def _convert_rates(draft: Draft, source: str | None, start: StartingRate) -> tup
             else f"AdamW's rate: {entry.optimizer_type}'s updates of a matrix are as large as AdamW's"
         )
     if draft.is_client:
-        keep = " (AdamW's own is right too)" if entry.adamw_rates and not entry.stock_types else ""
+        keep = " (AdamW's own is right too)" if entry.has(Trait.ADAMW_RATES) and not entry.stock_types else ""
         draft.note(
             f"the script's optimizer has the learning rate: set it to {lr:g}{keep}, for Trainer by learning_rate"
         )

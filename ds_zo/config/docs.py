@@ -12,8 +12,9 @@ from pydantic.fields import FieldInfo
 
 from ds_zo.config.errors import model_in
 from ds_zo.config.learning_rates import rate_table
+from ds_zo.config.marks import ReadBy
 from ds_zo.config.optimizers import OptimizerParams
-from ds_zo.config.registry import backend_names, entries
+from ds_zo.config.registry import backend_names, entries, readers
 from ds_zo.config.section import BackendName, CheckpointConfig, DsZoConfig, StreamConfig
 
 BEGIN = "<!-- keys: written by `python -m ds_zo.config --write`, not by hand -->"
@@ -77,6 +78,9 @@ def _table(title: str, model: type[BaseModel], without: type[BaseModel] | None) 
 
 def _row(key: str, info: FieldInfo) -> str:
     meaning = " ".join((info.description or "").split())
+    for mark in reversed(info.metadata):
+        if isinstance(mark, ReadBy):
+            meaning = meaning.replace("{readers}", readers(mark.traits))
     cells = (f"`{key}`", _type_text(info), _default_text(info), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

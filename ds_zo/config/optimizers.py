@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -11,52 +11,19 @@ from typing_extensions import Self
 from ds_zo.config.base import ConfigModel
 from ds_zo.config.errors import ConfigError, Errors, rule_error, shown
 from ds_zo.config.learning_rates import starting_rate
+from ds_zo.config.settings import Settings
 from ds_zo.config.stock import DTYPE_NAMES, is_on, lookup
-
-if TYPE_CHECKING:
-    from ds_zo.config.resolved import Resolved
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 MAX_SEED = 2**63 - 1
 
 STOCK_PARAMS = frozenset(
-    {
-        "adam_lr",
-        "adam_w_mode",
-        "adamw_mode",
-        "alpha",
-        "amsgrad",
-        "betas",
-        "bias_correction",
-        "capturable",
-        "centered",
-        "comm_backend_name",
-        "cuda_aware",
-        "dampening",
-        "decoupled_weight_decay",
-        "differentiable",
-        "eps",
-        "eps_inside_sqrt",
-        "foreach",
-        "fp32_optimizer_states",
-        "freeze_step",
-        "fused",
-        "initial_accumulator_value",
-        "lr_decay",
-        "max_coeff",
-        "max_grad_norm",
-        "maximize",
-        "min_coeff",
-        "momentum",
-        "momentum_decay",
-        "muon_lr",
-        "nesterov",
-        "ns_method",
-        "ns_steps",
-        "rho",
-        "set_grad_none",
-        "torch_adam",
-    }
+    """
+    adam_lr adam_w_mode adamw_mode alpha amsgrad betas bias_correction capturable centered comm_backend_name
+    cuda_aware dampening decoupled_weight_decay differentiable eps eps_inside_sqrt foreach fp32_optimizer_states
+    freeze_step fused initial_accumulator_value lr_decay max_coeff max_grad_norm maximize min_coeff momentum
+    momentum_decay muon_lr nesterov ns_method ns_steps rho set_grad_none torch_adam
+    """.split()
 )
 """Parameters of stock optimizers. They are accepted and ignored, so that a JSON written for AdamW works with only
 `optimizer.type` changed."""
@@ -81,11 +48,11 @@ class OptimizerParams(ConfigModel):
         """Whether gradients are clipped by value, so that DeepSpeed's default of `gradient_clipping` does not apply."""
         return False
 
-    def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+    def check_config(self, ds_config: dict[str, Any], config: Settings) -> None:
         """Raises a `ConfigError` for values of other sections that do not go with the backend or with its
         parameters."""
 
-    def warnings_of_config(self, config: Resolved) -> list[str]:
+    def warnings_of_config(self, config: Settings) -> list[str]:
         """Sentences about legal settings that probably do not do what their author expects."""
         return []
 
@@ -134,7 +101,7 @@ class ZOParams(OptimizerParams):
     def ranks_per_batch(self) -> int:
         return self.direction_parallel
 
-    def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+    def check_config(self, ds_config: dict[str, Any], config: Settings) -> None:
         errors = Errors()
         if is_on(lookup(ds_config, "flops_profiler")):
             text = (
@@ -205,7 +172,7 @@ class LOMOParams(OptimizerParams):
     def clips_by_value(self) -> bool:
         return self.clip_grad_value is not None
 
-    def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+    def check_config(self, ds_config: dict[str, Any], config: Settings) -> None:
         errors = Errors()
         if self.clip_grad_value is not None and config.clipping_explicit and config.gradient_clipping > 0:
             text = (
@@ -257,7 +224,7 @@ class AdamWParams(OptimizerParams):
     eps: float = Field(1e-8, gt=0, le=1)
     """Added to the denominator of AdamW's update."""
 
-    def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+    def check_config(self, ds_config: dict[str, Any], config: Settings) -> None:
         errors = Errors()
         for key, value in (config.section.params or {}).items():
             text = f"{key} belongs to the optimizer that the script makes, got {shown(value)}; set it there"
@@ -334,7 +301,7 @@ class LSPParams(OptimizerParams):
     seed: int = Field(0, ge=0, le=MAX_SEED)
     """Seed of the positions and first values of projectors."""
 
-    def check_config(self, ds_config: dict[str, Any], config: Resolved) -> None:
+    def check_config(self, ds_config: dict[str, Any], config: Settings) -> None:
         errors = Errors()
         if config.stream and not config.offload_optimizer:
             text = (
@@ -344,7 +311,7 @@ class LSPParams(OptimizerParams):
             errors.add(ConfigError(text, at="zero_optimization.offload_optimizer.device"))
         errors.raise_all()
 
-    def warnings_of_config(self, config: Resolved) -> list[str]:
+    def warnings_of_config(self, config: Settings) -> list[str]:
         needs = []
         if self.clip_scope == "global":
             needs.append((f"{config.params_at}.clip_scope global", "clip_scope matrix does not"))

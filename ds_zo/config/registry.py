@@ -1,20 +1,26 @@
 """The backends that `optimizer.type` or `ds_zo.backend` can name: one entry a backend.
 
 An entry holds all that the configuration, the plugin and the planner need to know of a backend before its code is
-imported. `register_backend` adds an entry from outside the package.
+imported. Its traits and the marks of the keys (`ds_zo/config/marks.py`) say which keys it reads. `register_backend`
+adds an entry from outside the package.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
+from pydantic import BaseModel
 
 from ds_zo.config.errors import ConfigError, shown, suggestion
+from ds_zo.config.marks import ReadBy, Trait, marks_in
 from ds_zo.config.optimizers import AdaLOMOParams, AdamWParams, LOMOParams, LSPParams, OptimizerParams, ZOParams
+
+_NONE = Trait(0)
 
 
 @dataclass(frozen=True)
@@ -35,58 +41,7 @@ class BackendEntry:
     """Stock values of `optimizer.type`, in lower case, that a JSON may name beside `ds_zo.backend`. The backend calls
     `step()` of the optimizer that it is given."""
 
-    streams: bool = False
-    """The backend streams blocks when `offload_param.device` is "cpu". False: the configuration refuses that setting,
-    and the whole model is on the device before the backend's constructor runs."""
-
-    shards_host: bool = False
-    """Under ZeRO stage 3 and streaming, the ranks of a machine divide its host copy of the weights among them."""
-
-    shards_device: bool = False
-    """Under ZeRO stage 3 without streaming, each device keeps a piece of every block."""
-
-    offloads_optimizer: bool = False
-    """The backend reads `offload_optimizer`. False: the section is reported as ignored."""
-
-    scales_loss: bool = False
-    """The backend scales fp16 losses as the `fp16` section says, or refuses fp16. False: the scaling keys of that
-    section are reported as ignored."""
-
-    clips_gradients: bool = False
-    """The backend applies `gradient_clipping`. False: the start-up log says that it has no effect."""
-
-    compiles_blocks: bool = False
-    """The backend reads `ds_zo.compile_blocks`. False: the configuration refuses true."""
-
-    zeroth_order: bool = False
-    """The backend estimates gradients from losses, so that AdamW's learning rates are far too large for it."""
-
-    adamw_rates: bool = False
-    """AdamW's learning rates suit the backend. False: a warning says that they may not."""
-
-    updates_in_backward: bool = False
-    """Each gradient is applied and freed inside the backward pass. Accumulation is refused by default, and the norm for
-    `gradient_clipping` takes a backward pass of its own."""
-
-    refuses_fp16: bool = False
-    """The backend does not train in fp16, because it does not scale losses."""
-
-    replays_updates: bool = False
-    """The backend can replay past updates: it reads `stream.writeback_interval`, `stream.fuse_update` and
-    `checkpoint.trajectory`. False: the configuration refuses them."""
-
-    stores_other_dtypes: bool = False
-    """The backend reads `wire_dtype`, `frozen_dtype` and `master` of `stream`. False: weights are stored in the model's
-    dtype, except frozen ones under `stores_frozen_dtypes`."""
-
-    stores_frozen_dtypes: bool = False
-    """The backend reads `stream.frozen_dtype`, and not the other two keys of `stores_other_dtypes`."""
-
-    offloads_activations: bool = False
-    """The backend reads `stream.offload_activations`. False: the configuration refuses true."""
-
-    rounds_by_kahan: bool = False
-    """The backend has `rounding` kahan for weights on the device. False: the configuration refuses it."""
+    traits: Trait = _NONE
 
     planner: str | None = None
     """Place of the function that estimates memory and time for `ds-zo plan`, as "module:function". It takes a `Model`
@@ -97,88 +52,72 @@ class BackendEntry:
         """The key of the entry: the value of `ds_zo.backend`, of `Resolved.backend` and of a checkpoint's manifest."""
         return self.optimizer_type.lower()
 
-    @property
-    def unread_stream_keys(self) -> tuple[str, ...]:
-        """Keys of `ds_zo.stream` that the backend does not read."""
-        unread = {
-            "wire_dtype": not self.stores_other_dtypes,
-            "frozen_dtype": not self.reads_frozen_dtype,
-            "master": not self.stores_other_dtypes,
-            "writeback_interval": not self.replays_updates,
-            "fuse_update": not self.replays_updates,
-            "offload_activations": not self.offloads_activations,
-        }
-        return tuple(key for key, is_unread in unread.items() if is_unread)
+    def has(self, traits: Trait) -> bool:
+        """Whether the backend has at least one of the traits."""
+        return bool(self.traits & traits)
 
-    @property
-    def reads_frozen_dtype(self) -> bool:
-        return self.stores_other_dtypes or self.stores_frozen_dtypes
+    def unread(self, model: type[BaseModel]) -> list[str]:
+        """Dotted keys of which the backend reads no value."""
+        return [key for key, mark in marks_in(model, ReadBy) if mark.value is None and not self.has(mark.traits)]
 
 
+def _entry(
+    optimizer_type: str,
+    backend: str | type,
+    params: type[OptimizerParams],
+    traits: Iterable[str],
+    *,
+    stock_types: tuple[str, ...] = (),
+    planner: str | None = None,
+) -> BackendEntry:
+    """`traits`: their names in lower case."""
+    given = _NONE if stock_types else Trait.ROUNDS_UPDATES
+    for name in traits:
+        if name.upper() not in Trait.__members__:
+            known = [trait.lower() for trait in Trait.__members__]
+            raise TypeError(f"a backend has no keyword of this name, got {name}; {suggestion(name, known)} ({name})")
+        given |= Trait[name.upper()]
+    return BackendEntry(optimizer_type, backend, params, stock_types, given, planner)
+
+
+_LOMO_TRAITS = (
+    "streams shards_host shards_device scales_loss clips_gradients updates_in_backward compiles_blocks rounds_by_kahan"
+)
 _BUILT_IN = (
-    BackendEntry(
+    _entry(
         "ZO",
         "ds_zo.backends.zo.backend:ZOBackend",
         ZOParams,
-        streams=True,
-        shards_host=True,
-        zeroth_order=True,
-        replays_updates=True,
-        stores_other_dtypes=True,
+        "streams shards_host zeroth_order replays_updates stores_other_dtypes".split(),
         planner="ds_zo.planner.zo:estimate_zo",
     ),
-    BackendEntry(
+    _entry(
         "LOMO",
         "ds_zo.backends.lomo.backend:LOMOBackend",
         LOMOParams,
-        streams=True,
-        shards_host=True,
-        shards_device=True,
-        scales_loss=True,
-        clips_gradients=True,
-        compiles_blocks=True,
-        updates_in_backward=True,
-        rounds_by_kahan=True,
+        _LOMO_TRAITS.split(),
         planner="ds_zo.planner.lomo:estimate_lomo",
     ),
-    BackendEntry(
+    _entry(
         "AdaLOMO",
         "ds_zo.backends.lomo.adalomo:AdaLOMOBackend",
         AdaLOMOParams,
-        streams=True,
-        shards_host=True,
-        shards_device=True,
-        scales_loss=True,
-        clips_gradients=True,
-        compiles_blocks=True,
-        updates_in_backward=True,
-        rounds_by_kahan=True,
+        _LOMO_TRAITS.split(),
         planner="ds_zo.planner.lomo:estimate_adalomo",
     ),
-    BackendEntry(
+    _entry(
         "LSP",
         "ds_zo.backends.lsp.backend:LSPBackend",
         LSPParams,
-        streams=True,
-        offloads_optimizer=True,
-        scales_loss=True,
-        clips_gradients=True,
-        compiles_blocks=True,
-        adamw_rates=True,
+        "streams offloads_optimizer scales_loss clips_gradients adamw_rates compiles_blocks".split(),
         planner="ds_zo.planner.lsp:estimate_lsp",
     ),
-    BackendEntry(
+    _entry(
         "Adapter",
         "ds_zo.backends.adapter.backend:AdapterBackend",
         AdamWParams,
+        "streams shards_host scales_loss clips_gradients adamw_rates stores_frozen_dtypes offloads_activations".split(),
         stock_types=("adamw", "adam"),
-        streams=True,
-        shards_host=True,
-        scales_loss=True,
-        clips_gradients=True,
-        adamw_rates=True,
-        stores_frozen_dtypes=True,
-        offloads_activations=True,
         planner="ds_zo.planner.adapter:estimate_adapter",
     ),
 )
@@ -193,17 +132,19 @@ def register_backend(
     backend: str | type,
     *,
     params: type[OptimizerParams] = OptimizerParams,
+    stock_types: tuple[str, ...] = (),
     planner: str | None = None,
-    **capabilities: Any,
+    **traits: bool,
 ) -> None:
     """Makes a backend available to every JSON that names `optimizer_type`.
 
     `backend` is a subclass of `ds_zo.backends.Backend`, or its place as "module:Class", imported on first use.
-    `params` types its `optimizer.params`. `planner` is the place of its estimate for `ds-zo plan`. `capabilities` are
-    the other fields of `BackendEntry`, by default False or empty. Call it before `deepspeed.initialize`, in every
+    `params` types its `optimizer.params`. `planner` is the place of its estimate for `ds-zo plan`. `traits` are the
+    names of `ds_zo.config.marks.Trait` in lower case, by default False. Call it before `deepspeed.initialize`, in every
     process; to register the same entry twice does nothing.
     """
-    entry = BackendEntry(optimizer_type, backend, params, planner=planner, **capabilities)
+    given = [name for name, is_given in traits.items() if is_given]
+    entry = _entry(optimizer_type, backend, params, given, stock_types=stock_types, planner=planner)
     stock = {name.lower() for name in (*DEEPSPEED_OPTIMIZERS, *dir(torch.optim))}
     if entry.name in stock or _entries.get(entry.name, entry) != entry:
         owner = "DeepSpeed or torch.optim" if entry.name in stock else "another backend"
@@ -234,6 +175,12 @@ def entries() -> tuple[BackendEntry, ...]:
 def entry_of(name: str) -> BackendEntry:
     """The entry of a registered backend, by its lower-case name."""
     return _entries[name]
+
+
+def readers(traits: Trait) -> str:
+    """Which backends have one of the traits: "ZO and Adapter"."""
+    *others, last = [entry.optimizer_type for entry in entries() if entry.has(traits)]
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def imported(place: Any) -> Any:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from ds_zo.config.errors import ConfigError, Errors, is_near, shown, suggestion
+from ds_zo.config.marks import Trait
 from ds_zo.config.optimizers import STOCK_PARAMS, OptimizerParams
 from ds_zo.config.registry import backend_names, entries, entry_of
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.rules import check_rules, check_top_level, ignored_keys, warnings_for
-from ds_zo.config.section import DsZoConfig
+from ds_zo.config.section import DsZoConfig, StreamConfig
 from ds_zo.config.stock import block, optimizer_params, parse, read_stock
 
 _OPTIMIZER_KEYS = ("type", "params", "legacy_fusion")
@@ -104,7 +105,9 @@ def resolve(
         stream=param_place is not None and param_place.device == "cpu",
         pin_memory=param_place is not None and param_place.pin_memory,
         zero_stage=int(stock.zero.stage),
-        offload_optimizer=entry.offloads_optimizer and optimizer_place is not None and optimizer_place.device == "cpu",
+        offload_optimizer=entry.has(Trait.OFFLOADS_OPTIMIZER)
+        and optimizer_place is not None
+        and optimizer_place.device == "cpu",
         gradient_clipping=0.0 if optimizer.clips_by_value and not stock.clipping_explicit else stock.gradient_clipping,
         clipping_explicit=stock.clipping_explicit,
         gradient_accumulation_steps=stock.gradient_accumulation_steps,
@@ -132,8 +135,8 @@ def resolve_for_evaluation(ds_config: dict[str, Any]) -> Resolved:
         _select(ds_config, client_optimizer=False)  # refuses params without a backend
     place = read_stock(ds_config, world_size=None).zero.offload_param
     streams = place is not None and place.device == "cpu"
-    entry = next(e for e in entries() if (e.streams and e.stores_other_dtypes if streams else e.shards_device))
-    unread = set(entry.unread_stream_keys) - {"wire_dtype", "frozen_dtype"}  # refused without streaming
+    entry = next(e for e in entries() if e.has(Trait.STORES_OTHER_DTYPES if streams else Trait.SHARDS_DEVICE))
+    unread = {*entry.unread(StreamConfig)} - {"wire_dtype", "frozen_dtype"}  # refused without streaming
     used = {"backend": entry.name, "stream": section.stream.model_dump(exclude_unset=True, exclude=unread)}
     # The profiler and the scheduler are for training, and a backend may refuse them.
     kept = {key: value for key, value in ds_config.items() if key not in ("flops_profiler", "scheduler")}

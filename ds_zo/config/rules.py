@@ -12,8 +12,10 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from ds_zo.config.errors import ConfigError, Errors, is_near, keys_of, shown, suggestion
 from ds_zo.config.learning_rates import rate_warning
+from ds_zo.config.marks import Needs, ReadBy, Trait, marks_in, written_at, written_with
+from ds_zo.config.registry import readers
 from ds_zo.config.resolved import Resolved
-from ds_zo.config.section import NEED_STREAMING, CheckpointConfig, DsZoConfig, StreamConfig
+from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
 from ds_zo.config.stock import DTYPE_NAMES, is_on, known_keys, lookup
 from ds_zo.versions import REMOVED_FEATURES, refuses_removed_features
 
@@ -93,13 +95,13 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
             *_check_removed_features(ds_config),
             *_check_placement(ds_config, config),
             *_check_dtypes(config),
-            *_check_streaming(ds_config, config),
+            *_check_needs(ds_config, config),
             *_check_momentum(ds_config, config),
         )
     )
     with errors:
         config.optimizer.check_config(ds_config, config)
-    for error in _check_capabilities(config):
+    for error in _check_readers(config):
         errors.add(error)
     errors.raise_all()
 
@@ -110,19 +112,13 @@ def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
     ignored = [key for key in UNREAD if ds_config.get(key) is not None and key not in _WRITTEN_BY_CLIENTS]
     zero = ds_config.get("zero_optimization")
     ignored += _ignored_of_zero(zero, config) if isinstance(zero, dict) else []
-    if not config.entry.scales_loss:
+    if not config.entry.has(Trait.SCALES_LOSS):
         ignored += [f"fp16.{key}" for key in config.loss_scale.written]
-    if not config.stream and not config.shards_device:
-        streaming_only = ("device_slots", "overlap", "reuse_buffers")
-        ignored += [f"ds_zo.stream.{key}" for key in streaming_only if key in config.section.stream.model_fields_set]
-    section, checkpoint = config.section, config.section.checkpoint
-    if section.cuda_graphs and "cuda_graphs" in section.model_fields_set and not config.entry.zeroth_order:
-        ignored.append("ds_zo.cuda_graphs")
-    rounds_stochastically = section.rounding == "stochastic" and "rounding" in section.model_fields_set
-    if rounds_stochastically and config.entry.stock_types:  # 16-bit weights are rounded from float32 masters
-        ignored.append("ds_zo.rounding")
-    if checkpoint.trajectory_dir is not None and not checkpoint.trajectory:
-        ignored.append("ds_zo.checkpoint.trajectory_dir")
+    ignored += [f"ds_zo.{path}" for path, _ in _idle(config, Needs.COPIES)]
+    ignored += [f"ds_zo.{path}" for path, mark, _ in _unread(config) if mark.refusal is None]
+    checkpoint, at = config.section.checkpoint, "ds_zo.checkpoint.trajectory_dir"
+    if checkpoint.trajectory_dir is not None and not checkpoint.trajectory and at not in ignored:
+        ignored.append(at)
     return ignored
 
 
@@ -130,7 +126,7 @@ def _ignored_of_zero(zero: dict[str, Any], config: Resolved) -> list[str]:
     ignored = []
     for key, value in zero.items():
         is_read = key in READ_OF_ZERO or key in _REFUSED_OF_ZERO
-        if not config.entry.offloads_optimizer:
+        if not config.entry.has(Trait.OFFLOADS_OPTIMIZER):
             is_read &= not (key == "stage" and config.zero_stage in (1, 2))
             is_read &= not (key == "offload_optimizer" and (value or {}).get("device") not in (None, "none", "auto"))
         at = f"zero_optimization.{key}"
@@ -147,10 +143,10 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved) -> list[str]:
     optimizer = config.optimizer
     if config.params_at == "optimizer.params":
         found += scheduler_warning(ds_config, optimizer.lr, at="optimizer.params.lr")
-    shards_host = config.stream and config.entry.shards_host
+    shards_host = config.stream and config.entry.has(Trait.SHARDS_HOST)
     if config.zero_stage == 3 and not (shards_host or config.shards_device):
-        but = ", and a part of Adam's states" if config.entry.offloads_optimizer else ""
-        remedy = "; offload_param.device cpu streams it instead" if config.entry.streams else ""
+        but = ", and a part of Adam's states" if config.entry.has(Trait.OFFLOADS_OPTIMIZER) else ""
+        remedy = "; offload_param.device cpu streams it instead" if config.entry.has(Trait.STREAMS) else ""
         where = "in its host memory" if config.stream else f"on its device{remedy}"
         found.append(f"zero_optimization.stage 3 shards no weights here: every rank keeps the whole model{but} {where}")
     return found + optimizer.warnings_of_config(config)
@@ -163,7 +159,7 @@ def far_rate(config: Resolved, lr: float, *, at: str, num_trained: int | None = 
         lr,
         at=at,
         is_clipped=config.gradient_clipping > 0,
-        adamw_rates=config.entry.adamw_rates,
+        adamw_rates=config.entry.has(Trait.ADAMW_RATES),
         num_trained=num_trained,
     )
 
@@ -192,12 +188,12 @@ def _check_removed_features(ds_config: dict[str, Any]) -> Iterator[ConfigError]:
 
 
 def _check_placement(ds_config: dict[str, Any], config: Resolved) -> Iterator[ConfigError]:
-    places = ["offload_param"] + (["offload_optimizer"] if config.entry.offloads_optimizer else [])
+    places = ["offload_param"] + (["offload_optimizer"] if config.entry.has(Trait.OFFLOADS_OPTIMIZER) else [])
     for place in places:
         if _device(ds_config, place) == "nvme":
             text = f'{place}.device must be "cpu" or "none" with this backend, got "nvme"; write "cpu"'
             yield ConfigError(text, at=f"zero_optimization.{place}.device")
-    if config.stream and not config.entry.streams:
+    if config.stream and not config.entry.has(Trait.STREAMS):
         text = (
             f'offload_param.device must be "none" under {config.backend}, which does not stream blocks, got "cpu"; '
             "leave offload_param out"
@@ -212,7 +208,7 @@ def _check_dtypes(config: Resolved) -> Iterator[ConfigError]:
             f"torch_autocast casts from a float32 model, got it enabled beside {model}.enabled; disable one of the two"
         )
         yield ConfigError(text, at="torch_autocast.enabled")
-    if config.entry.refuses_fp16 and torch.float16 in (config.dtype, config.autocast):
+    if config.entry.has(Trait.REFUSES_FP16) and torch.float16 in (config.dtype, config.autocast):
         text = (
             f"{config.entry.optimizer_type} does not scale losses, which fp16 needs, got fp16; use bf16, whose range "
             "needs no loss scaling"
@@ -220,66 +216,48 @@ def _check_dtypes(config: Resolved) -> Iterator[ConfigError]:
         yield ConfigError(text, at="fp16.enabled" if config.dtype is torch.float16 else "torch_autocast.dtype")
 
 
-def _check_streaming(ds_config: dict[str, Any], config: Resolved) -> Iterator[ConfigError]:
+def _check_needs(ds_config: dict[str, Any], config: Resolved) -> Iterator[ConfigError]:
     """Refuses keys that limit memory only with streaming where streaming is off."""
-    if config.stream or _device(ds_config, "offload_param") == "nvme":  # which is refused, and asks for streaming
+    if _device(ds_config, "offload_param") == "nvme":  # which is refused, and asks for streaming
         return
-    for key in NEED_STREAMING:
-        value = getattr(config.section.stream, key)
-        if value is not None and value is not False and value != "auto":
+    for path, value in _idle(config, Needs.STREAMING):
+        if value is not False:
             text = (
-                f"{key} needs block streaming, got {shown(value)} without it; set "
+                f"{path.rpartition('.')[2]} needs block streaming, got {shown(value)} without it; set "
                 'zero_optimization.offload_param.device to "cpu", or leave the key out'
             )
-            yield ConfigError(text, at=f"ds_zo.stream.{key}")
+            yield ConfigError(text, at=f"ds_zo.{path}")
 
 
-def _check_capabilities(config: Resolved) -> Iterator[ConfigError]:
-    """Refuses keys of the `ds_zo` section that need a capability that the backend lacks."""
-    entry, section = config.entry, config.section
-    stream, trajectory, model = section.stream, section.checkpoint.trajectory, DTYPE_NAMES[config.dtype]
-    replayed = {
-        "stream.writeback_interval": (stream.writeback_interval, stream.writeback_interval not in (None, 1)),
-        "stream.fuse_update": (stream.fuse_update, not stream.fuse_update),
-        "checkpoint.trajectory": (trajectory, trajectory),
-    }
-    for key, (value, is_broken) in replayed.items():
-        if is_broken and not entry.replays_updates:
-            text = f"{key} belongs to ZO, whose updates can be replayed, got {shown(value)} under {config.backend}"
-            yield ConfigError(f"{text}; leave it out", at=f"ds_zo.{key}")
-    if section.rounding == "kahan" and not entry.rounds_by_kahan:
-        text = f"kahan rounding belongs to LOMO and AdaLOMO, got it under {config.backend}; write stochastic"
-        yield ConfigError(text, at="ds_zo.rounding")
-    if stream.wire_dtype not in ("auto", model) and not entry.stores_other_dtypes:
-        text = (
-            f"wire_dtype must be auto or the model's {model} under {config.backend}, which updates weights in the "
-            f"model's dtype, got {shown(stream.wire_dtype)}; leave it out"
-        )
-        yield ConfigError(text, at="ds_zo.stream.wire_dtype")
-    if stream.frozen_dtype != "auto" and not entry.reads_frozen_dtype:
-        text = (
-            f"frozen_dtype belongs to ZO and Adapter, got {shown(stream.frozen_dtype)} under {config.backend}; leave "
-            "it out"
-        )
-        yield ConfigError(text, at="ds_zo.stream.frozen_dtype")
-    if stream.offload_activations and not entry.offloads_activations:
-        text = f"offload_activations belongs to Adapter, got true under {config.backend}; leave it out"
-        yield ConfigError(text, at="ds_zo.stream.offload_activations")
-    if stream.master == "split" and "master" in stream.model_fields_set and not entry.stores_other_dtypes:
-        text = (
-            f"master split belongs to ZO, got it under {config.backend}, which stores no low bits; leave it out, and "
-            "choose the rounding of updates by ds_zo.rounding"
-        )
-        yield ConfigError(text, at="ds_zo.stream.master")
-    if config.stream and section.rounding == "kahan":
+def _idle(config: Resolved, needs: Needs) -> list[tuple[str, Any]]:
+    """Keys of the `ds_zo` section and their values, which have no effect where the weights are."""
+    if needs.are_met(streams=config.stream, shards=config.shards_device):
+        return []
+    return written_with(config.section, needs)
+
+
+def _unread(config: Resolved) -> Iterator[tuple[str, ReadBy, Any]]:
+    """Keys of the `ds_zo` section whose values ask for a trait that the backend lacks."""
+    for path, mark in marks_in(DsZoConfig, ReadBy):
+        value = written_at(config.section, path)
+        if not config.entry.has(mark.traits) and mark.concerns(value, model_dtype=DTYPE_NAMES[config.dtype]):
+            yield path, mark, value
+
+
+def _check_readers(config: Resolved) -> Iterator[ConfigError]:
+    """Refuses keys that the backend does not read."""
+    facts = {"backend": config.backend, "model": DTYPE_NAMES[config.dtype]}
+    for path, mark, value in _unread(config):
+        if mark.refusal is not None:
+            key, who = path.rpartition(".")[2], readers(mark.traits)
+            text = mark.refusal.format(path=path, key=key, readers=who, value=shown(value), **facts)
+            yield ConfigError(text, at=f"ds_zo.{path}")
+    if config.stream and config.section.rounding == "kahan":
         text = (
             "kahan rounding keeps its rounding errors on the device, so it excludes block streaming, got both; write "
             "stochastic, or remove zero_optimization.offload_param"
         )
         yield ConfigError(text, at="ds_zo.rounding")
-    if section.compile_blocks and not entry.compiles_blocks:
-        text = f"compile_blocks needs a backend that compiles blocks, got true under {config.backend}; leave it out"
-        yield ConfigError(text, at="ds_zo.compile_blocks")
 
 
 def scheduler_warning(ds_config: dict[str, Any], lr: float, *, at: str) -> list[str]:

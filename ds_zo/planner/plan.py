@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 from ds_zo.config.learning_rates import has_rates, starting_rate
+from ds_zo.config.marks import Needs, Trait, written_with
 from ds_zo.config.registry import BackendEntry, backend_names, entries, entry_of, imported
 from ds_zo.config.resolve import resolve, with_section_in_zero
-from ds_zo.config.section import NEED_STREAMING, StreamConfig
+from ds_zo.config.section import StreamConfig
 from ds_zo.config.stock import parse
 from ds_zo.planner.estimate import Estimate, Limits
 from ds_zo.planner.models import Dtype, Model, load_model
@@ -67,7 +68,7 @@ def _own(entry: BackendEntry, model: Model, limits: Limits, options: Options) ->
     if found.fits:
         return found
     written = options.stream.model_dump(exclude_unset=True)
-    for form in (form for form in _NARROWER if not form.keys() & set(entry.unread_stream_keys)):
+    for form in (form for form in _NARROWER if not form.keys() & set(entry.unread(StreamConfig))):
         other = _own_estimate(entry, model, limits, replace(options, stream=StreamConfig(**{**written, **form})))
         if other.fits:
             adapters = " and LoRA adapters" if "frozen_dtype" in form else ""
@@ -83,7 +84,7 @@ def _own_estimate(entry: BackendEntry, model: Model, limits: Limits, options: Op
     found: Estimate = imported(entry.planner)(
         model,
         _limited(limits, options.stream),
-        stream=options.stream if options.is_only else _without(options.stream, entry.unread_stream_keys),
+        stream=options.stream if options.is_only else _without(options.stream, entry.unread(StreamConfig)),
         params=parse(entry.params, _rate(entry, model) | options.params, at="optimizer.params"),
         offload=options.offload,
         checkpointing=options.checkpointing,
@@ -95,7 +96,8 @@ def _own_estimate(entry: BackendEntry, model: Model, limits: Limits, options: Op
 def _rate(entry: BackendEntry, model: Model) -> dict[str, float]:
     if not has_rates(entry.name):
         return {}
-    return {"lr": starting_rate(entry.name, num_parameters=model.numel, is_clipped=not entry.updates_in_backward).lr}
+    is_clipped = not entry.has(Trait.UPDATES_IN_BACKWARD)
+    return {"lr": starting_rate(entry.name, num_parameters=model.numel, is_clipped=is_clipped).lr}
 
 
 def _limited(limits: Limits, stream: StreamConfig) -> Limits:
@@ -262,9 +264,8 @@ def plan(
     if batch < 1 or seq < 2:
         raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {seq} (--batch, --seq)")
     section = parse(StreamConfig, dict(stream or {}), at="ds_zo.stream")
-    values = [getattr(section, key) for key in NEED_STREAMING]  # a user who sets one wants blocks to stream
-    if offload is None and any(value is not None and value is not False and value != "auto" for value in values):
-        offload = True
+    if offload is None and any(value is not False for _, value in written_with(section, Needs.STREAMING)):
+        offload = True  # who sets one of these wants blocks to stream
     options = Options(
         section, dict(params or {}), offload, checkpointing, is_only=len(chosen) == 1, native_pins=native_pins
     )
@@ -301,7 +302,7 @@ def _refused_dtype(name: str, dtype: Dtype) -> str | None:
     """Why a method cannot train in a dtype; None if it can."""
     if name in (*_STOCK, IN_4_BITS):
         return _BF16_ONLY if name in _IN_BF16 and dtype != "bf16" else None
-    return _NO_FP16 if dtype == "fp16" and entry_of(name).refuses_fp16 else None
+    return _NO_FP16 if dtype == "fp16" and entry_of(name).has(Trait.REFUSES_FP16) else None
 
 
 def _without(stream: StreamConfig, keys: Collection[str]) -> StreamConfig:

@@ -18,6 +18,7 @@ from torch import nn
 
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.config import Resolved
+from ds_zo.config.marks import Trait
 from ds_zo.config.rules import far_rate
 from ds_zo.logs import show, show_details, warn
 from ds_zo.streaming.blocks import find_blocks
@@ -80,8 +81,8 @@ def _warn(engine: Any, model: ModelFacts) -> None:
     config: Resolved = engine.resolved
     if config.ignored:
         warn(f"backend {config.backend} ignores {', '.join(config.ignored)}")
-    if not config.entry.clips_gradients and config.gradient_clipping > 0:
-        own = ": set clip_projected_grad instead" if config.entry.zeroth_order else ""
+    if not config.entry.has(Trait.CLIPS_GRADIENTS) and config.gradient_clipping > 0:
+        own = ": set clip_projected_grad instead" if config.entry.has(Trait.ZEROTH_ORDER) else ""
         text = f"gradient_clipping {config.gradient_clipping:g} does not change {config.entry.optimizer_type}{own}"
         warn(text, level=logging.WARNING if config.clipping_explicit else logging.INFO)
     if config.stream and not find_blocks(engine.module, config.section.stream.blocks):

@@ -165,6 +165,7 @@ def test_a_section_keeps_no_idle_keys(to: str) -> None:
             "rounding": ("stochastic", "nearest", "kahan"),
             "cuda_graphs": (True, False),
             "compile_blocks": (True, False),
+            "stream": ({"wire_dtype": "fp8", "master": "wire"}, {"frozen_dtype": "nf4", "writeback_interval": 2}),
             "checkpoint": (
                 {"trajectory_dir": "logs"},
                 {"trajectory": True, "trajectory_dir": "logs"},
