@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import best_rates
+from benchmarks.blocks import read_yaml
 from ds_zo.config import backend_of, with_section_on_top
 from ds_zo.planner import Estimate, Plan, plan
 from ds_zo.records.prose import WIDTH
@@ -172,233 +173,15 @@ def _plan(recipe: Recipe) -> tuple[Plan, Estimate]:
     return found, found[recipe.contender]
 
 
-_LLAMA_7B = "compare/llama-7b/24gb/rows.jsonl"
-_LLAMA_7B_WHOLE = "compare/llama-7b/uncapped/rows.jsonl"
-_LLAMA_RUN = "20261115T212128Z"
-_ZO_RUN = "20261115T145440Z"
-RECIPES = (
-    Recipe(
-        "adalomo_7b_24gb",
-        "7B and 8B, all weights, AdaLOMO",
-        "meta-llama/Llama-3.1-8B",
-        "llama-8b",
-        1024,
-        "adalomo",
-        (
-            Measured(
-                "h200_lomo.jsonl",
-                "20261115T093417Z",
-                "speed/adalomo",
-                "LLaMA-7B, weights on the GPU, gradient checkpointing",
-            ),
-        ),
-    ),
-    Recipe(
-        "lomo_7b_24gb",
-        "7B, all weights, LOMO",
-        "huggyllama/llama-7b",
-        "llama-7b",
-        1024,
-        "lomo",
-        (
-            Measured(_LLAMA_7B, _LLAMA_RUN, "lomo-streamed"),
-            Measured(
-                "h200_lomo.jsonl", "20261115T093718Z", "streamed/7b-6gb", "`device_memory_gb` 6, `resident_blocks` 0"
-            ),
-            Measured(
-                "h200_lomo.jsonl",
-                "20261115T093417Z",
-                "speed/lomo_clipped",
-                "`gradient_clipping` 1, weights on the GPU, gradient checkpointing",
-            ),
-        ),
-    ),
-    Recipe(
-        "lsp_7b_24gb",
-        "7B, all weights, LSP",
-        "huggyllama/llama-7b",
-        "llama-7b",
-        1024,
-        "lsp",
-        (
-            Measured("lean/held-7b-24gb/rows.jsonl", "20261118T195231Z", "lsp", "`gradient_clipping` 0"),
-            Measured("h200_lsp.jsonl", "20261115T150212Z", "capped/7b/4/lsp-512", "`projector` random, `edge` lsp"),
-            Measured(
-                "h200_lsp.jsonl",
-                "20261115T150212Z",
-                "capped/7b/4/lsp-512-streamed",
-                "`projector` random, `edge` lsp, with `offload_param` and `device_memory_gb` 8",
-            ),
-        ),
-        options=f"{_TEXT_OPTIONS} --gradient-checkpointing",
-    ),
-    Recipe(
-        "lomo_13b_24gb",
-        "13B, all weights, LOMO",
-        "huggyllama/llama-13b",
-        "llama-13b",
-        1024,
-        "lomo",
-        (Measured("h200_lomo.jsonl", "20261115T093749Z", "streamed/13b-24gb"),),
-    ),
-    Recipe(
-        "lomo_30b_24gb",
-        "30B, all weights, LOMO",
-        "huggyllama/llama-30b",
-        "llama-30b",
-        1024,
-        "lomo",
-        (Measured("h200_lomo.jsonl", "20261115T131141Z", "streamed/30b-24gb"),),
-        host_gb=96,
-    ),
-    Recipe(
-        "zo_13b_24gb",
-        "13B, all weights, ZO",
-        "facebook/opt-13b",
-        "opt-13b",
-        128,
-        "zo",
-        (Measured("h200_zo_low_planes.jsonl", "20261116T073822Z", "zo", tokens="1 x 2048"),),
-        options="--task sst2 --hub --steps 20000",
-    ),
-    Recipe(
-        "zo_30b_24gb",
-        "30B, all weights, ZO",
-        "facebook/opt-30b",
-        "opt-30b",
-        128,
-        "zo",
-        (
-            Measured("h200_zo_targets.jsonl", _ZO_RUN, "30b.capped", part="filled", tokens="1 x 2048"),
-            Measured("h200_zo_targets.jsonl", _ZO_RUN, "30b.capped", "`resident_blocks` 0", tokens="1 x 2048"),
-        ),
-        host_gb=96,
-        options="--task sst2 --hub --steps 20000",
-    ),
-    Recipe(
-        "zo_70b_24gb_bf12",
-        "70B, all weights, ZO with 12 bits a weight",
-        "meta-llama/Llama-2-70b-hf",
-        "llama-70b",
-        128,
-        "zo",
-        host_gb=128,
-        options="--task sst2 --hub --steps 20000",
-    ),
-    Recipe(
-        "zo_70b_24gb_fp8",
-        "70B, all weights, ZO with 8 bits a weight",
-        "meta-llama/Llama-2-70b-hf",
-        "llama-70b",
-        128,
-        "zo",
-        (
-            Measured(
-                "h200_zo_targets.jsonl",
-                _ZO_RUN,
-                "66b.capped.fp8",
-                "OPT-66B, `device_memory_gb` 24",
-                part="filled",
-                tokens="1 x 2048",
-            ),
-            Measured(
-                "h200_zo_targets.jsonl", _ZO_RUN, "66b.capped.fp8", "OPT-66B, `resident_blocks` 0", tokens="1 x 2048"
-            ),
-        ),
-        host_gb=96,
-        options="--task sst2 --hub --steps 20000",
-    ),
-    Recipe(
-        "lora_zo_7b_8gb",
-        "7B, LoRA by ZO with a streamed base",
-        "huggyllama/llama-7b",
-        "llama-7b",
-        256,
-        "zo",
-        device_gb=8,
-        options="--task sst2 --hub --steps 20000 --lora-rank 8",
-        planned_as="ZO of all weights: adapters are not in the plan",
-    ),
-    Recipe(
-        "adapter_70b_16gb",
-        "70B, LoRA by AdamW with a streamed NF4 base",
-        "meta-llama/Llama-2-70b-hf",
-        "llama-70b",
-        1024,
-        "adapter",
-        (Measured("h200_adapter.jsonl", "20261117T050543Z", "70b/nf4-16gb", without_effect="`gradient_clipping` 1"),),
-        device_gb=16,
-        options=f"{_TEXT_OPTIONS} --lora-rank 16 --lora-targets all-linear",
-    ),
-    Recipe(
-        "zero_offload",
-        "Stock ZeRO-Offload",
-        "huggyllama/llama-7b",
-        "llama-7b",
-        256,
-        "zero-offload",
-        (
-            Measured(
-                _LLAMA_7B_WHOLE,
-                _LLAMA_RUN,
-                "zero2-offload",
-                "`gradient_clipping` 0, `overlap_comm`, exact pinning (`DS_PIN_MEMORY_BACKEND=native`)",
-                tokens="4 x 1024",
-            ),
-        ),
-        device_gb=48,
-        host_gb=192,
-        options=f"{_TEXT_OPTIONS} --gradient-checkpointing",
-    ),
-    Recipe(
-        "zero3",
-        "Stock ZeRO-3 with offloaded parameters",
-        "huggyllama/llama-7b",
-        "llama-7b",
-        256,
-        "zero-3",
-        (
-            Measured(
-                "compare/llama-1.3b/24gb/rows.jsonl",
-                "20261116T002503Z",
-                "zero3-offload-param",
-                "LLaMA-1.3B, `gradient_clipping` 0, larger buckets",
-                tokens="4 x 1024",
-            ),
-        ),
-        host_gb=192,
-        options=f"{_TEXT_OPTIONS} --gradient-checkpointing",
-    ),
-)
+@cache
+def _data() -> dict[str, Any]:
+    return read_yaml(Path(__file__).with_suffix(".yaml"))
 
-_MEZO = "[MeZO's command for OPT-13B](https://github.com/princeton-nlp/MeZO/tree/main/large_models)"
-_LOMO_ARGS = "[LOMO's settings for LLaMA-7B](https://github.com/OpenLMLab/LOMO/tree/main/lomo)"
-_ADALOMO_ARGS = "[AdaLomo's script for LLaMA-7B](https://github.com/OpenLMLab/LOMO/tree/main/adalomo)"
-_ALPACA = (
-    "[Stanford Alpaca's settings for LLaMA-7B](https://github.com/tatsu-lab/stanford_alpaca#fine-tuning), batch 128"
+
+RECIPES = tuple(
+    Recipe(**{**recipe, "others": tuple(Measured(**found) for found in recipe.get("others", ()))})
+    for recipe in _data()["recipes"]
 )
-SMALL_MODEL_METHODS = {
-    "adamw": "AdamW",
-    "lora": "LoRA",
-    "lomo": "LOMO, clipped",
-    "adalomo": "AdaLOMO",
-    "zo": "ZO",
-}
-"""Methods of h200_accuracy.jsonl whose learning rate was chosen on a small model, with their names in the table."""
-USED_METHODS = {"adamw": "AdamW", "lsp-512-dense": "LSP", "lsp-512-dense-random": "LSP, random projectors"}
-"""Methods of h200_lsp_learned.jsonl, with their names in the table."""
-LARGE_MODEL_RATES = (
-    ("AdamW", "7B", "zero_offload", _ALPACA),
-    ("LOMO, clipped", "7B", "lomo", _LOMO_ARGS),
-    ("LOMO, not clipped", "7B and larger", "lomo_7b_24gb", "a third of the clipped one, without a source"),
-    ("AdaLOMO", "7B", "adalomo_7b_24gb", _ADALOMO_ARGS),
-    ("LSP", "7B", "lsp_7b_24gb", "AdamW's: its updates of a matrix are as large"),
-    ("ZO", "up to 7B", "zo", f"ten times that of {_MEZO}"),
-    ("ZO", "13B and larger", "zo_13b_24gb", _MEZO),
-    ("ZO with LoRA", "7B and larger", "lora_zo_7b_8gb", f"{_MEZO} with LoRA"),
-    ("LoRA by AdamW", "70B", "adapter_70b_16gb", "[QLoRA's settings for LLaMA-65B](https://arxiv.org/abs/2305.14314)"),
-)
-"""Method, model, the JSON in ds_configs/ with its learning rate for such a model, and where that rate comes from."""
 
 
 def _figures(gpu_gb: float, host_gb: float, tokens_per_s: float) -> list[str]:
@@ -494,21 +277,22 @@ def rates() -> str:
     rows = [row for row in _rows("h200_accuracy.jsonl") if row["status"] == "ok"]
     chosen = best_rates(rows)
     cells = []
-    for method, name in SMALL_MODEL_METHODS.items():
+    for method, name in _data()["small model methods"].items():
         mine = [row for row in rows if row["method"] == method]
         [model] = {row["model"] for row in mine}
         tried = ", ".join(f"{rate:g}" for rate in sorted({row["lr"] for row in mine}))
         basis = f"best on dev of SST-2 and RTE of {tried} (`h200_accuracy.jsonl`)"
         cells.append([name, model, f"{chosen[method]:g}", basis])
-    used = [row for row in _rows("h200_lsp_learned.jsonl") if row["method"] in USED_METHODS]
+    own_names = _data()["methods at the rate of AdamW"]
+    used = [row for row in _rows("h200_lsp_learned.jsonl") if row["method"] in own_names]
     for method, model in sorted({(row["method"], row["model"]) for row in used}):
         mine = [row for row in used if (row["method"], row["model"]) == (method, model) and row["task"] == "alpaca"]
         used_rates = sorted({row["lr"] for row in mine})
         tried = ", ".join(f"{rate:g}" for rate in used_rates)
         basis = "the only one tried on Alpaca" if len(used_rates) == 1 else f"best on dev of Alpaca of {tried}"
         best = min(mine, key=lambda row: row["dev"])  # perplexity
-        cells.append([USED_METHODS[method], model, f"{best['lr']:g}", f"{basis} (`h200_lsp_learned.jsonl`)"])
-    for name, model, file, source in LARGE_MODEL_RATES:
+        cells.append([own_names[method], model, f"{best['lr']:g}", f"{basis} (`h200_lsp_learned.jsonl`)"])
+    for name, model, file, source in _data()["large model rates"]:
         config = json.loads((CONFIGS / f"{file}.json").read_text(encoding="utf-8"))
         rate = config["optimizer"]["params"]["lr"]
         cells.append([name, model, f"{rate:g}", f"`{file}.json`: {source}; not tuned here"])
