@@ -17,7 +17,7 @@ split        a table for each value of this key; `head` numbers them
 says, then   text before and after the table; `facts` are columns without a head whose cells it names
 parts        several tables of the same rows: what is different in each
 note         more for the sentence with the commands
-made by      commands
+made by      commands; without them no text says where the rows are
 
 A show is a name in `benchmarks.cells` with its arguments, or a template of the row's keys. Options of a column:
 
@@ -126,6 +126,8 @@ class Block:
         for part in whole.get("parts", [{}]):
             self.spec = {**whole, **part}
             parts += self.part()
+        if "made by" not in whole:
+            return "\n\n".join(parts)
         made = cells.source(self.used, *map(cells.command, whole["made by"]))
         return "\n\n".join([*parts, made.replace("\n\n</details>", f"{whole.get('note', '')}\n\n</details>")])
 

@@ -82,6 +82,16 @@ def beside_plan(row: Row, key: str, planned: str) -> str:
     return f"{value:.1f}" + ("" if row.get(planned) is None else f" ({row[planned]:.1f})")
 
 
+def host(row: Row) -> str:
+    gb = host_gb(row) or 0.0
+    return f"{gb:.{0 if gb >= 100 else 1}f} GB"
+
+
+def mean_speed(row: Row) -> str:
+    """Mean tokens/s; where a row has none, those of the median step."""
+    return f"{row.get('tokens_per_s_mean') or row['tokens_per_s']:,.0f}"
+
+
 def ms_a_layer(row: Row) -> str:
     return f"{1e3 * row['step_s'] / row['params']['layers']:.0f}"
 
@@ -123,6 +133,8 @@ ROW_SHOWS: dict[str, Callable[..., str | None]] = {
     "gib": gib,
     "beside_plan": beside_plan,
     "ms_a_layer": ms_a_layer,
+    "host": host,
+    "mean_speed": mean_speed,
     "mean_ratio": mean_ratio,
     "settings": settings,
     "head_to_head": head_to_head,
@@ -347,6 +359,7 @@ def passed(rows: Rows) -> str:
 
 SEED_SHOWS: dict[str, Callable[..., str]] = {
     "deviation": deviation,
+    "mean_score": lambda rows: f"{statistics.mean(scores(rows)):.1f}",
     "range": score_range,
     "range_at": range_at,
     "first": first,

@@ -4,7 +4,7 @@ python -m benchmarks.recipe_speed --list
 python -m benchmarks.recipe_speed --out benchmarks/results/h200_recipes.jsonl --only 'adalomo|lora' --total-s 300
 python -m benchmarks.recipe_speed --tiny --device cpu
 
-The GPU's memory is limited to that of the recipe's card. `python -m benchmarks.recipes --write docs/recipes.md` then
+The GPU's memory is limited to that of the recipe's card. `python -m benchmarks.pages` then
 shows the rows.
 """
 

@@ -212,7 +212,7 @@ def measured_blocks() -> Iterator[tuple[str, str]]:
     for page in pages.marked_pages():
         for found in pages.MARKED.finditer(page.read_text(encoding="utf-8")):
             text = " ".join(found[0].removeprefix(found[1]).removesuffix(found[3]).split())
-            if text and found[2] in blocks.specs():
+            if text and "made by" in blocks.specs().get(found[2], {}):
                 yield found[2], text
 
 
