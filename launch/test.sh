@@ -2,15 +2,22 @@
 # Sets up .venv, then runs every check: lint, types, import direction, tests (without a GPU's).
 #   bash launch/test.sh                                everything
 #   bash launch/test.sh --fast                         one proof of every capability (tests/fast.txt), under three minutes
+#   bash launch/test.sh --package                      all tests but those of pages, benchmarks, launch and tools
+#   bash launch/test.sh --pages                        those tests
 #   bash launch/test.sh tests/test_config.py -k slots  arguments of pytest
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 arguments=("$@")
-if [ "${1:-}" = --fast ]; then
+pages=(tests/pages tests/benchmarks tests/launch tests/tools)
+case "${1:-}" in
+--fast)
     mapfile -t chosen < <(sed 's/ *#.*//; /^$/d' "$repo/tests/fast.txt")
     arguments=("${chosen[@]}" --dist load "${@:2}")
-fi
+    ;;
+--package) arguments=("${pages[@]/#/--ignore=}" "${@:2}") ;;
+--pages) arguments=("${pages[@]}" "${@:2}") ;;
+esac
 
 # These tests are the CPU's also where there is a GPU, and so are the extensions that they load.
 export CUDA_VISIBLE_DEVICES="" DS_ACCELERATOR=cpu

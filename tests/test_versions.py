@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import versions as script
 from deepspeed.utils import logger
 from packaging.version import Version
 
@@ -28,7 +27,7 @@ def test_pyproject_has_the_ranges_of_the_table() -> None:
 
 
 def test_the_newest_versions_of_the_table_are_those_that_were_tested() -> None:
-    corners = list(_script().read_corners().values())
+    corners = list(script.read_corners().values())
     for package, supported in versions.SUPPORTED.items():
         newest = max((Version(corner[package]) for corner in corners), key=lambda version: version.release)
         assert newest.release[:2] == Version(supported.newest).release, package
@@ -104,16 +103,7 @@ def test_features_that_deepspeed_removed_are_refused(key: str, monkeypatch: pyte
 
 
 def test_the_page_shows_the_rows_and_the_ranges() -> None:
-    script = _script()
     assert script.tables(script.read_rows()) in script.PAGE.read_text(), "run: bash tools/versions.sh --render"
-
-
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tools_versions", REPO / "tools" / "versions.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_badges_say_the_ranges_and_the_licence() -> None:

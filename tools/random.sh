@@ -11,6 +11,6 @@ enter_tests
 export DS_ZO_RANDOM_TIMES="${1:-1}" DS_ZO_NUM_KILLS="${DS_ZO_NUM_KILLS:-32}"
 [ $# -lt 2 ] || export DS_ZO_RANDOM_SEED="$2"
 say "random cases"
-exec python -m pytest -m "not gpu" -q -n "${TEST_PROCESSES:-2}" tests/random tests/test_support.py \
+exec python -m pytest -m "not gpu" -q -n "${TEST_PROCESSES:-2}" tests/random tests/pages/test_support.py \
     tests/planner/test_plan_fits.py \
     tests/checkpoint/test_kill.py::test_kill_at_random_moments

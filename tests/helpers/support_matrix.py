@@ -4,8 +4,8 @@
     python -m tests.helpers.support_matrix --device gpu    # the same on this machine's GPU
     python -m tests.helpers.support_matrix --render        # writes docs/support.md from the rows, trains nothing
 
-The page is made from rows, and a row is made by a run. tests/test_support.py trains every case on the CPU again and
-compares the outcomes with the rows.
+The page is made from rows, and a row is made by a run. tests/pages/test_support.py trains every case on the CPU again
+and compares the outcomes with the rows.
 """
 
 from __future__ import annotations

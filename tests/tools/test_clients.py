@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
-
-from tests.helpers.processes import REPO
-
-sys.path.insert(0, str(REPO / "tools"))
 from clients.__main__ import CLIENTS
 from clients.client import CONFIGS
 from clients.page import PAGE, ROWS, STAGES, page, read_rows

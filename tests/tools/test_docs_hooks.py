@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
+import docs_hooks as hooks
+
 REPO = Path(__file__).parents[2]
-_found = importlib.util.spec_from_file_location("docs_hooks", REPO / "tools" / "docs_hooks.py")
-assert _found is not None and _found.loader is not None
-hooks = importlib.util.module_from_spec(_found)
-_found.loader.exec_module(hooks)
 
 
 def shown(markdown: str, *, at: str) -> str:

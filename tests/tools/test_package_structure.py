@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import structure
 
 from tests.helpers.processes import REPO
-
-sys.path.insert(0, str(REPO / "tools"))
-import structure
 
 PAGE = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
 _LINES = re.compile(r"(?<=[>\s])[\d,]+(?= lines)")

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
-from tests.helpers.processes import REPO
-
-sys.path.insert(0, str(REPO / "tools"))
 import same_bits
 
 

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 import ds_zo
+from tests.helpers.processes import REPO
 
-REPO = Path(__file__).parents[1]
 NOTEBOOKS = sorted((REPO / "notebooks").glob("*.ipynb"))
 DOCKERFILE = (REPO / "Dockerfile").read_text(encoding="utf-8")
 HADOLINT = shutil.which("hadolint") or shutil.which("hadolint", path=Path(sys.executable).parent)

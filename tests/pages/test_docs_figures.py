@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import draw_docs
 import pytest
 
 from benchmarks import (
@@ -27,10 +27,7 @@ from benchmarks import (
 )
 from ds_zo.bench.compare import main as compare
 from ds_zo.records.rows import Row
-
-REPO = Path(__file__).parents[1]
-sys.path.insert(0, str(REPO / "tools"))
-import draw_docs  # noqa: E402
+from tests.helpers.processes import REPO
 
 DOCS, RESULTS = REPO / "docs", REPO / "benchmarks" / "results"
 NAMES = [
