@@ -21,6 +21,8 @@ import ds_zo
 from tests.helpers.processes import REPO
 
 NOTEBOOKS = sorted((REPO / "notebooks").glob("*.ipynb"))
+WITH_OUTPUTS = ("lora_of_14b_in_15gb",)
+"""Stored as they ran on a GPU, which CI has not. The others are stored without outputs."""
 DOCKERFILE = (REPO / "Dockerfile").read_text(encoding="utf-8")
 HADOLINT = shutil.which("hadolint") or shutil.which("hadolint", path=Path(sys.executable).parent)
 
@@ -29,10 +31,14 @@ HADOLINT = shutil.which("hadolint") or shutil.which("hadolint", path=Path(sys.ex
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_stored_without_outputs_and_compiles(path: Path) -> None:
+def test_a_notebook_compiles_and_has_outputs_only_of_a_gpu(path: Path) -> None:
     notebook = json.loads(path.read_text(encoding="utf-8"))
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    if path.stem in WITH_OUTPUTS:
+        assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1)), "one run, in order"
+        assert not any(output["output_type"] == "error" for cell in code for output in cell["outputs"])
+    else:
+        assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
     sources = ["".join(cell["source"]) for cell in code]
     for source in sources:
         compile(source, str(path), "exec")
@@ -48,7 +54,7 @@ def test_ci_runs_the_notebooks_after_the_tests() -> None:
     scripts = re.findall(r"^bash (\S+\.sh)", (REPO / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
     assert scripts.index("launch/test.sh") < scripts.index("tools/notebooks.sh")
     assert all((REPO / script).is_file() for script in scripts)
-    assert len(NOTEBOOKS) == 3
+    assert len(NOTEBOOKS) == 4
     subprocess.run(["bash", "-n", str(REPO / "tools" / "notebooks.sh")], check=True)
 
 
