@@ -20,7 +20,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class PlainMeZO:
-    """Trains a copy of `model`. `rates` gives some parameters a (lr, weight decay) of their own."""
+    """Trains a copy of `model`."""
 
     def __init__(
         self,
@@ -28,7 +28,6 @@ class PlainMeZO:
         *,
         lr: float,
         weight_decay: float = 0.0,
-        rates: Mapping[str, tuple[float, float]] | None = None,
         zo_eps: float = 1e-3,
         num_directions: int = 1,
         distribution: ops.Distribution = "normal",
@@ -40,7 +39,8 @@ class PlainMeZO:
                 module.config.use_cache = False  # type: ignore[union-attr]
         self.weights: Weights = {n: p.detach().clone() for n, p in self.probe.named_parameters()}
         self.frozen = {n for n, p in self.probe.named_parameters() if not p.requires_grad}
-        self._rates = {n: (rates or {}).get(n, (lr, weight_decay)) for n in self.weights}
+        self.lr = lr
+        self._decay = (1.0 - torch.tensor(lr) * torch.tensor(weight_decay)).item()
         self.zo_eps, self.num_directions = zo_eps, num_directions
         self.largest_z = 1.0 if distribution == "rademacher" else 6.0
         self._offsets: dict[str, int] = {}
@@ -75,26 +75,26 @@ class PlainMeZO:
             for direction in range(self.num_directions)
         ]
 
-    def step(self, micro_batches: Sequence[Mapping[str, Any]], *, lr_factor: float = 1.0) -> list[float]:
+    def step(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[float]:
         """One update; its projected gradients."""
         g = torch.zeros(self.num_directions)
         for batch in micro_batches:
             for direction, (plus, minus) in enumerate(self.losses(batch)):
                 g[direction] += (plus - minus).cpu() / len(micro_batches) / (2 * self.zo_eps)
-        self.update(g.tolist(), lr_factor=lr_factor)
+        self.update(g.tolist())
         return g.tolist()
 
     @torch.no_grad()
-    def update(self, g: Sequence[float], *, lr_factor: float = 1.0) -> None:
+    def update(self, g: Sequence[float]) -> None:
         """theta = theta (1 - lr wd) - lr g z, in float32."""
         for name in self.weights:
             if name in self.frozen:
                 continue
-            lr, weight_decay = (torch.tensor(rate, dtype=torch.float32) for rate in self._rates[name])
-            lr = lr * lr_factor
-            value = self.weights[name] * (1.0 - lr * weight_decay).item()
+            value = self.weights[name] * self._decay
             for direction, projected in enumerate(g):
-                coefficient = (lr / self.num_directions) * torch.tensor(projected, dtype=torch.float32)
+                coefficient = (torch.tensor(self.lr) / self.num_directions) * torch.tensor(
+                    projected, dtype=torch.float32
+                )
                 value = value - self.noise(name, direction) * coefficient.item()
             self.weights[name] = value
         self.num_steps += 1

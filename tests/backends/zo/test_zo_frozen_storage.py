@@ -80,18 +80,6 @@ def test_directions_share_one_upload_and_nothing_is_written_back(monkeypatch: py
     assert all(torch.equal(unit.store_buffer, was) for unit, was in zip(blocks, before, strict=True))
 
 
-def test_a_resumed_run_equals_one_without_interruption(tmp_path: Path) -> None:
-    json = zo_json(**BF16, frozen_dtype="nf4")
-    engine = engine_for(lora(), json)
-    train(engine, BATCHES[:1])
-    engine.save_checkpoint(str(tmp_path))
-    losses = train(engine, BATCHES[1:])
-    resumed = engine_for(lora(seed=1), json)
-    resumed.load_checkpoint(str(tmp_path))
-    assert train(resumed, BATCHES[1:]) == losses
-    assert_equal(weights(resumed.module), weights(engine.module))
-
-
 def test_a_stored_parameter_that_is_asked_to_train_is_refused() -> None:
     model = lora()
     engine = engine_for(model, zo_json(**BF16, frozen_dtype="nf4"), model_parameters=list(model.parameters()))

@@ -17,7 +17,6 @@ import torch
 from tests.helpers.equivalence_runs import (
     assert_same_weights,
     masters_of,
-    on_device,
     one_step,
     parameters_of,
     trained,
@@ -147,43 +146,3 @@ def test_bf12_weights_do_not_depend_on_slots_or_residency() -> None:
     expected = run(stream={**wire, "resident_blocks": 3}, **options)
     for stream in ({"device_slots": 2}, {"device_slots": 3, "resident_blocks": 1}):
         assert_same_weights(run(stream={**wire, **stream}, **options), expected)
-
-
-@pytest.mark.parametrize(
-    "stream", [{"writeback_interval": 1}, {"writeback_interval": 4, "resident_blocks": 1}], ids=str
-)
-@pytest.mark.parametrize("dtype", [None, "bf16"])
-def test_looking_at_the_weights_leaves_training_undisturbed(dtype: str | None, stream: dict[str, Any]) -> None:
-    """After every step: evaluation through the engine and on the raw module, a state dict, and float32 masters."""
-    case = CASES[MODEL]
-    config = zo_config(dtype=dtype, stream=stream)
-    expected = trained(case.make(), config, map(case.batch, range(6)))
-    with zo_engine(case.make(), config) as engine:
-        for seed in range(6):
-            one_step(engine, case.batch(seed))
-            batch = on_device(engine, case.batch(99))
-            engine.eval()
-            with torch.no_grad():
-                through_engine, raw = engine(**batch).loss, engine.module(**batch).loss
-            engine.train()
-            assert torch.equal(through_engine, raw)
-            parameters_of(engine), masters_of(engine)
-        assert_same_weights(parameters_of(engine), expected)
-
-
-def test_evaluation_sees_the_weights_of_the_current_step() -> None:
-    """With updates pending, the loss equals that of a fresh model with the state dict, which holds the current step's
-    weights."""
-    case = CASES[MODEL]
-    fresh = case.make().eval()
-    batch = case.batch(99)
-    with zo_engine(case.make(), zo_config(stream={"writeback_interval": 7})) as engine, torch.no_grad():
-        for seed in range(5):
-            with torch.enable_grad():
-                one_step(engine, case.batch(seed))
-            fresh.load_state_dict(engine.module.state_dict())
-            engine.eval()
-            assert torch.equal(engine(**on_device(engine, batch)).loss.cpu(), fresh(**batch).loss)
-            engine.train()
-        found = parameters_of(engine)
-    assert_same_weights(found, run(num_steps=5, offload=False))

@@ -16,10 +16,8 @@ import torch
 
 from tests.helpers.equivalence_runs import (
     Measured,
-    assert_same_weights,
     one_step,
     parameters_of,
-    trained,
     zo_config,
     zo_engine,
 )
@@ -39,13 +37,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     return Measured(monkeypatch)
 
 
-def weights_error(reference: PlainMeZO, *, lr: float, losses: Sequence[float]) -> float:
+def weights_error(reference: PlainMeZO, losses: Sequence[float]) -> float:
     """How far weights may be apart after steps with these losses; see [Note: what equality means here]."""
-    rounding_of_weights = len(losses) * 2.0**-23
-    return (
-        lr * sum(LOSS_ERROR * abs(loss) / reference.zo_eps for loss in losses) * reference.largest_z
-        + rounding_of_weights
-    )
+    of_gradients = sum(LOSS_ERROR * abs(loss) / reference.zo_eps for loss in losses)
+    return reference.lr * of_gradients * reference.largest_z + len(losses) * 2.0**-23
 
 
 def largest_difference(ours: Weights, theirs: Weights) -> float:
@@ -59,8 +54,6 @@ def assert_follows(
     batches: Iterable[Batch],
     measured: Measured,
     *,
-    lr: float,
-    lr_factors: Sequence[float] | None = None,
     compare_every: int = 1,
 ) -> None:
     """Steps both models, comparing losses from equal weights at each step, or every few, and the weights at the end."""
@@ -76,9 +69,9 @@ def assert_follows(
             assert len(found) == 2 * len(expected)
             for ours, theirs in zip(found, (loss for pair in expected for loss in pair), strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=LOSS_ERROR, atol=0.0)
-        reference.step([batch], lr_factor=1.0 if lr_factors is None else lr_factors[number])
+        reference.step([batch])
         losses.append(float(found[0]))
-    bound = weights_error(reference, lr=lr, losses=losses)
+    bound = weights_error(reference, losses)
     ours = parameters_of(engine)
     assert largest_difference(ours, reference.weights) <= bound
     assert largest_difference(ours, start) > 20 * bound, "the weights hardly moved: the comparison shows nothing"
@@ -104,7 +97,7 @@ def run_case(
         assert len(engine.backend.block_store.placement.blocks) == case.num_blocks
         assert all(unit.streamed == offload for unit in engine.backend.block_store.placement.blocks)
         batches = map(case.batch, range(num_steps))
-        assert_follows(engine, reference, batches, measured, lr=lr, compare_every=compare_every)
+        assert_follows(engine, reference, batches, measured, compare_every=compare_every)
         assert engine.backend._passes.interleave, "the passes were not run in lockstep"
 
 
@@ -139,22 +132,6 @@ def test_options_follow_mezo(options: Mapping[str, Any], measured: Measured) -> 
     run_case("qwen2", measured, num_steps=NUM_STEPS, **options)
 
 
-def test_parameter_groups_follow_mezo(measured: Measured) -> None:
-    """Two groups, each with its own lr, whose parameters come from the same blocks, as scripts make them for weight
-    decay."""
-    case = CASES["llama"]
-    model = case.make()
-    plain = [n for n, p in model.named_parameters() if p.ndim < 2]
-    rates = {n: (2e-3, 0.0) if n in plain else (1e-3, 0.3) for n, _ in model.named_parameters()}
-    groups = [
-        {"params": [p for n, p in model.named_parameters() if n not in plain], "lr": 1e-3, "weight_decay": 0.3},
-        {"params": [p for n, p in model.named_parameters() if n in plain], "lr": 2e-3, "weight_decay": 0.0},
-    ]
-    reference = PlainMeZO(model, lr=0.0, rates=rates)
-    with zo_engine(model, zo_config(), model_parameters=groups) as engine:
-        assert_follows(engine, reference, map(case.batch, range(8)), measured, lr=2e-3)
-
-
 @pytest.mark.parametrize("offload", [True, False])
 @pytest.mark.parametrize("interval", [1, 3])
 def test_frozen_parameters_follow_mezo_and_never_change(offload: bool, interval: int, measured: Measured) -> None:
@@ -166,58 +143,7 @@ def test_frozen_parameters_follow_mezo_and_never_change(offload: bool, interval:
             p.requires_grad_(False)
     reference = PlainMeZO(model, lr=1e-3)
     with zo_engine(model, zo_config(offload=offload, stream={"writeback_interval": interval})) as engine:
-        assert_follows(engine, reference, map(case.batch, range(5)), measured, lr=1e-3)
-
-
-def test_parameter_frozen_midway_follows_mezo(measured: Measured) -> None:
-    case = CASES["llama"]
-    model = case.make()
-    reference = PlainMeZO(model, lr=1e-3)
-    with zo_engine(model, zo_config(stream={"writeback_interval": 3})) as engine:
-        assert_follows(engine, reference, map(case.batch, range(4)), measured, lr=1e-3)
-        for name, p in engine.module.named_parameters():
-            if "o_proj" in name:
-                p.requires_grad_(False)
-                reference.frozen.add(name)
-                reference.weights[name] = parameters_of(engine)[name]
-        assert_follows(engine, reference, map(case.batch, range(4, 8)), measured, lr=1e-3)
-
-
-def test_lr_schedule_follows_mezo(measured: Measured) -> None:
-    """An update is made when it is replayed, with the lr of the step that it belongs to."""
-    case = CASES["llama"]
-    model = case.make()
-    num_steps, lr = 8, 1e-3
-    scheduler = {
-        "type": "WarmupLR",
-        "params": {"warmup_min_lr": 1e-4, "warmup_max_lr": lr, "warmup_num_steps": num_steps, "warmup_type": "linear"},
-    }
-    reference = PlainMeZO(model, lr=1.0)
-    config = zo_config(lr=lr, scheduler=scheduler, stream={"writeback_interval": 4})
-    with zo_engine(model, config) as engine:
-        start = {name: value.clone() for name, value in reference.weights.items()}
-        used, losses = [], []
-        for batch in map(case.batch, range(num_steps)):
-            used.append(engine.get_lr()[0])
-            expected = reference.losses(batch, parameters_of(engine))[0]
-            one_step(engine, batch)
-            found = measured.take()[-1]
-            torch.testing.assert_close(found, list(expected), rtol=LOSS_ERROR, atol=0.0)
-            reference.step([batch], lr_factor=used[-1])
-            losses.append(float(found[0]))
-        assert used == sorted(used) and used[-1] > 5 * used[0], "the schedule did not move"
-        bound = weights_error(reference, lr=lr, losses=losses)
-        assert largest_difference(parameters_of(engine), reference.weights) <= bound
-        assert largest_difference(reference.weights, start) > 20 * bound
-
-
-def test_stock_clipping_never_alters_an_update() -> None:
-    """|g| sqrt(N) is in the hundreds here: a clip to 1e-3 would leave nothing of the update."""
-    case = CASES["llama"]
-    batches = [case.batch(i) for i in range(3)]
-    clipped = {**zo_config(), "gradient_clipping": 1e-3}
-    unclipped = {**zo_config(), "gradient_clipping": 0.0}
-    assert_same_weights(trained(case.make(), clipped, batches), trained(case.make(), unclipped, batches))
+        assert_follows(engine, reference, map(case.batch, range(5)), measured)
 
 
 def test_accumulated_micro_batches_follow_mezo_on_the_whole_batch() -> None:
@@ -236,7 +162,7 @@ def test_accumulated_micro_batches_follow_mezo_on_the_whole_batch() -> None:
             reference.step([whole])
         assert engine.global_steps == len(wholes)
         # The mean of four losses is rounded once more than the loss of four.
-        bound = 2 * weights_error(reference, lr=1e-3, losses=losses)
+        bound = 2 * weights_error(reference, losses)
         assert largest_difference(parameters_of(engine), reference.weights) <= bound
         assert largest_difference(reference.weights, start) > 20 * bound
 
@@ -266,7 +192,7 @@ def test_skipped_repeated_and_reordered_blocks_follow_mezo(slots: int, interval:
     batches = [plain_batch(i, order=order) for i, order in enumerate(ORDERS)]
     config = zo_config(stream={"device_slots": slots, "writeback_interval": interval})
     with zo_engine(model, config) as engine:
-        assert_follows(engine, reference, batches, measured, lr=1e-3)
+        assert_follows(engine, reference, batches, measured)
 
 
 def test_block_skipped_for_longer_than_the_log_follows_mezo(measured: Measured) -> None:
@@ -277,7 +203,7 @@ def test_block_skipped_for_longer_than_the_log_follows_mezo(measured: Measured) 
     orders = [(0, 1, 2, 3)] + [(0, 1, 3)] * 70 + [(0, 1, 2, 3)] * 2
     batches = [plain_batch(i, order=order) for i, order in enumerate(orders)]
     with zo_engine(model, zo_config(lr=1e-4, stream={"writeback_interval": 64})) as engine:
-        assert_follows(engine, reference, batches, measured, lr=1e-4, compare_every=8)
+        assert_follows(engine, reference, batches, measured, compare_every=8)
 
 
 def test_order_that_differs_within_accumulation_follows_mezo() -> None:
@@ -299,6 +225,4 @@ def test_order_that_differs_within_accumulation_follows_mezo() -> None:
                 one_step(engine, batch)
             losses += [float(reference.losses(batch)[0][0]) for batch in batches]
             reference.step(batches)
-        assert largest_difference(parameters_of(engine), reference.weights) <= weights_error(
-            reference, lr=1e-3, losses=losses
-        )
+        assert largest_difference(parameters_of(engine), reference.weights) <= weights_error(reference, losses)

@@ -217,147 +217,21 @@ def test_a_criterion_of_the_users_own(kind: type[Toy], criterion: Callable[..., 
     assert len([line for line in lines if "returns no loss" in line]) == 1
 
 
-# Terms of a loss that the model's forward does not return
+# Terms of a loss that the model's forward does not return: the others are drawn in tests/random/test_zo_losses.py
 
 
-class Nested:
-    """A class that pytrees do not flatten, inside one that they do."""
-
-    @dataclass
-    class Rest:
-        logits: torch.Tensor
-
-    @staticmethod
-    def of(logits: torch.Tensor, loss: torch.Tensor) -> Any:
-        return {"loss": loss, "rest": [Nested.Rest(logits)]}
+class TakesABatch(LogitsToy):
+    def forward(self, batch: UserDict[str, torch.Tensor]) -> Any:  # type: ignore[override]
+        logits, loss = self.both(batch["ids"])
+        return CausalLMOutput(loss=loss + batch["shift"].sum(), logits=logits)
 
 
-class ReturnsBoth(LogitsToy):
-    def __init__(self, form: str = "model output") -> None:
-        super().__init__()
-        self.form = form
-
-    def forward(self, ids: torch.Tensor, shift: torch.Tensor | None = None) -> Any:
-        logits, loss = self.both(ids)
-        loss = loss if shift is None else loss + shift.sum()
-        return Nested.of(logits, loss) if self.form == "nested" else FORMS[self.form](logits, loss)
-
-
-def find_logits(output: Any) -> torch.Tensor:
-    if isinstance(output, (dict, UserDict)):
-        return output["logits"] if "logits" in output else output["rest"][0].logits
-    found: torch.Tensor = output[1] if isinstance(output, (tuple, list)) else output.logits
-    return found
-
-
-TEACHER = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(3))
-HEAD = nn.Linear(32, 2)
-Term = Callable[[Any, Any], torch.Tensor]
-DROPPED: dict[str, Term] = {
-    "distillation": lambda engine, output: nn.functional.kl_div(
-        find_logits(output).log_softmax(-1), TEACHER.softmax(-1), reduction="batchmean"
-    ),
-    "z-loss": lambda engine, output: find_logits(output).float().logsumexp(-1).pow(2).mean(),
-    "entropy": lambda engine, output: torch.distributions.Categorical(logits=find_logits(output)).entropy().mean(),
-    "a head of one's own": lambda engine, output: HEAD(find_logits(output)).square().mean(),
-    "in place": lambda engine, output: find_logits(output).mul_(2).sum(),
-    "times zero": lambda engine, output: 0 * find_logits(output).sum(),
-    "weights": lambda engine, output: sum((p**2).sum() for p in engine.module.parameters()),
-    "one weight": lambda engine, output: engine.module.head.bias.abs().max(),
-    "a block by itself": lambda engine, output: engine.module.blocks[1](torch.ones(1, 16)).sum(),
-    "the embedding by itself": lambda engine, output: engine.module.embed(torch.tensor([1])).sum(),
-    "the module by itself": lambda engine, output: find_logits(engine.module(BATCHES[1]["ids"])).mean(),
-}
-
-
-def check_refused(engine: Any, loss: torch.Tensor) -> None:
-    assert loss.requires_grad
-    with pytest.raises(ValueError, match=r"This loss also depends on .*: .*\(engine.backward\)"):
-        engine.backward(loss, retain_graph=True)
-    assert not engine.backend._projected.any()
+def test_an_input_that_requires_grad_is_refused_inside_a_container() -> None:
+    engine, shift = engine_for(TakesABatch(), JSON), torch.ones(3, requires_grad=True)
     with pytest.raises(ValueError, match="This loss also depends on"):
-        loss.backward(retain_graph=True)
-    assert all(p.grad is None for p in engine.module.parameters())
+        engine.backward(2 * engine(UserDict(**BATCHES[0], shift=shift)).loss)
     engine.zero_grad()
-
-
-@pytest.mark.parametrize("name", DROPPED)
-def test_terms_that_would_be_dropped_are_refused(name: str) -> None:
-    """The engine then trains on as if the loss had not been tried."""
-    engine, undisturbed = engine_for(ReturnsBoth(), JSON), engine_for(ReturnsBoth(), JSON)
-    for batch in BATCHES[:2]:
-        output = engine(**batch)
-        check_refused(engine, find_loss(output) + DROPPED[name](engine, output))
-        check_refused(engine, DROPPED[name](engine, engine(**batch)))
-        engine.backward(find_loss(output))
-        engine.step()
-        one_step(undisturbed, batch)
-    assert_equal(weights(engine.module), weights(undisturbed.module))
-    HEAD.zero_grad()
-
-
-@pytest.mark.parametrize("form", [*(form for form in FORMS if form not in ("bare", "of one element")), "nested"])
-def test_other_outputs_are_found_in_every_form(form: str) -> None:
-    engine = engine_for(ReturnsBoth(form), JSON)
-    output = engine(**BATCHES[0])
-    check_refused(engine, find_logits(output).sum())
-
-
-@pytest.mark.parametrize("kind", ["encoder", "leaf", "in a batch"])
-def test_an_input_that_requires_grad_is_refused(kind: str) -> None:
-    class TakesABatch(ReturnsBoth):
-        def forward(self, batch: Any) -> Any:  # type: ignore[override]
-            return super().forward(**batch)
-
-    shift = nn.Linear(3, 3)(torch.ones(3)) if kind == "encoder" else torch.ones(3, requires_grad=True)
-    batch = {**BATCHES[0], "shift": shift}
-    if kind == "in a batch":
-        engine = engine_for(TakesABatch(), JSON)
-        output = engine(UserDict(batch))
-    else:
-        engine = engine_for(ReturnsBoth(), JSON)
-        output = engine(**batch)
-    check_refused(engine, 2 * find_loss(output))
-    with torch.no_grad():
-        engine(UserDict(batch)) if kind == "in a batch" else engine(**batch)
-    batch["shift"] = shift.detach()
-    engine.backward(find_loss(engine(UserDict(batch)) if kind == "in a batch" else engine(**batch)))
-
-
-KEPT = nn.Parameter(torch.zeros(()))
-HARMLESS: dict[str, Term] = {
-    "a number": lambda engine, output: torch.tensor(3.0),
-    "a metric": lambda engine, output: (find_logits(output).argmax(-1) == 0).float().mean(),
-    "a constant": lambda engine, output: find_logits(output).detach().square().mean(),
-    "without grad": lambda engine, output: torch.no_grad()(DROPPED["z-loss"])(engine, output),
-    "in evaluation": lambda engine, output: in_evaluation(engine),
-    "of frozen weights": lambda engine, output: engine.module.frozen.sum(),
-    "somebody else's": lambda engine, output: (KEPT - 1) ** 2,
-}
-
-
-def in_evaluation(engine: Any) -> torch.Tensor:
-    engine.eval()
-    found = find_logits(engine(**BATCHES[1])).mean()
-    engine.train()
-    return found
-
-
-@pytest.mark.parametrize("name", HARMLESS)
-def test_terms_without_trained_weights_change_nothing(name: str) -> None:
-    def make() -> Any:
-        model = ReturnsBoth()
-        model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        return engine_for(model, JSON)
-
-    engine, plain = make(), make()
-    for batch in BATCHES[:3]:
-        output = engine(**batch)
-        engine.backward(find_loss(output) + HARMLESS[name](engine, output))
-        engine.step()
-        one_step(plain, batch)
-    assert_equal(weights(engine.module), weights(plain.module))
-    KEPT.grad = None
+    engine.backward(engine(UserDict(**BATCHES[0], shift=shift.detach())).loss)
 
 
 def test_a_head_of_ones_own_on_measured_outputs_gets_gradients() -> None:
@@ -371,12 +245,10 @@ def test_a_head_of_ones_own_on_measured_outputs_gets_gradients() -> None:
 
 
 def test_a_destroyed_engine_leaves_parameters_to_others() -> None:
-    engine = engine_for(ReturnsBoth(), JSON)
+    engine = engine_for(ReturnsLogits(), JSON)
     module = engine.module
-    one_step(engine, BATCHES[0])
     engine.destroy()
-    output = module(**BATCHES[0])
-    (output.loss + output.logits.square().mean() + sum((p**2).sum() for p in module.parameters())).backward()
+    (module(**BATCHES[0])["logits"].square().mean() + sum((p**2).sum() for p in module.parameters())).backward()
     assert all(p.grad is not None for p in module.parameters())
 
 
