@@ -269,7 +269,7 @@ class HostGroup:
             self._apply({i: self._layout.view(i, source) for i in self._active})
         if upload_buffer is not None:
             upload_buffer.drained.record(torch.cuda.current_stream(self._device))
-            upload_buffer.group = None
+            upload_buffer.owner = None
         self.phase = GroupPhase.SUMMING
 
     def _apply(self, directions: dict[int, torch.Tensor]) -> None:

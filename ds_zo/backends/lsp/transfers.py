@@ -14,14 +14,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from ds_zo.backends.lsp.scheduler import ServiceOrder
-
-if TYPE_CHECKING:
-    from ds_zo.backends.lsp.host_group import HostGroup
 
 NUM_IN_FLIGHT = 2
 """Copies of a direction that are issued at a time: the link does not idle while one ends and the next is issued."""
@@ -102,7 +98,7 @@ class UploadBuffer:
     buffer: torch.Tensor
     filled: torch.cuda.Event = field(default_factory=torch.cuda.Event)
     drained: torch.cuda.Event = field(default_factory=torch.cuda.Event)
-    group: HostGroup | None = None
+    owner: object | None = None
     """The group whose directions are in the buffer or being copied there; None: the buffer is free."""
 
 
@@ -116,16 +112,16 @@ class TransferStreams:
         ]
         self.num_bytes = NUM_UPLOAD_BUFFERS * buffer_bytes
 
-    def buffer_of(self, group: HostGroup) -> UploadBuffer | None:
-        return next((upload_buffer for upload_buffer in self._upload_buffers if upload_buffer.group is group), None)
+    def buffer_of(self, group: object) -> UploadBuffer | None:
+        return next((upload_buffer for upload_buffer in self._upload_buffers if upload_buffer.owner is group), None)
 
     def has_free_buffer(self) -> bool:
-        return any(upload_buffer.group is None for upload_buffer in self._upload_buffers)
+        return any(upload_buffer.owner is None for upload_buffer in self._upload_buffers)
 
-    def upload(self, group: HostGroup, source: torch.Tensor) -> UploadBuffer:
+    def upload(self, group: object, source: torch.Tensor) -> UploadBuffer:
         """Starts an upload. If no buffer is free, the first one is overwritten, and its group has to upload again."""
-        upload_buffer = next((free for free in self._upload_buffers if free.group is None), self._upload_buffers[0])
-        upload_buffer.group = group
+        upload_buffer = next((free for free in self._upload_buffers if free.owner is None), self._upload_buffers[0])
+        upload_buffer.owner = group
         stream = self.up.stream
         stream.wait_event(upload_buffer.drained)
         with torch.cuda.stream(stream):
