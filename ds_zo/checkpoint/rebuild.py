@@ -21,10 +21,10 @@ from ds_zo.checkpoint.layout import allocate_buffers, fill_unit, host_tensors, r
 from ds_zo.checkpoint.manifest import is_checkpoint
 from ds_zo.checkpoint.progress import AFTER_S
 from ds_zo.checkpoint.reader import Saved, open_folder, point_of
-from ds_zo.checkpoint.replay import Recipe, due, fold, values
+from ds_zo.checkpoint.replay import Recipe, fold, values
 from ds_zo.checkpoint.stock import Weights, model_source
 from ds_zo.checkpoint.trajectory import Trajectory, read_trajectory
-from ds_zo.streaming.fold_schedule import FOLD_ORDER
+from ds_zo.streaming.fold_schedule import FOLD_ORDER, due
 from ds_zo.streaming.units import Unit
 
 _TEXT_FILES = (

@@ -11,7 +11,6 @@ import torch
 from ds_zo import ops
 from ds_zo.checkpoint.layout import allocate_buffers, fill_unit, rebuild
 from ds_zo.checkpoint.reader import Saved
-from ds_zo.streaming.fold_schedule import turn
 from ds_zo.streaming.units import PlacedParameter, Unit
 
 
@@ -26,12 +25,6 @@ class Recipe:
     interval: int
     capacity: int
     """Number of rows in the replay log. A unit that lags by that many steps folds."""
-
-
-def due(unit: Unit, *, step: int, interval: int, capacity: int) -> bool:
-    """Whether `step` folds pending updates into the unit. Blocks fold at different steps."""
-    every = interval if unit.is_block else 1
-    return unit.trainable and ((step + turn(unit.index, every)) % every == 0 or step - unit.version >= capacity)
 
 
 def fold(unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, recipe: Recipe) -> None:

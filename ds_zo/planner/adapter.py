@@ -7,14 +7,14 @@ from typing import Any
 from ds_zo.config.optimizers import AdamWParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import pricing, recomputed
-from ds_zo.planner.choices import frozen_wire
 from ds_zo.planner.estimate import PROCESS_NBYTES, TWO_WORKSPACES_NBYTES, Estimate, Limits, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.recomputed import Streamed
 from ds_zo.planner.stock import LOW_RANK
 from ds_zo.planner.timeline import Cost, Trace
+from ds_zo.planner.units import units_of
 from ds_zo.streaming.budget import decodes_by_matrix, decoding_nbytes
-from ds_zo.streaming.placement import Placement, plan_units
+from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.schedule import Kind
 from ds_zo.streaming.units import Unit
 
@@ -68,14 +68,7 @@ def _resident(
 
 def _streamed(model: Model, limits: Limits, stream: StreamConfig, config: dict[str, Any]) -> Estimate:
     trace = model.low_rank_trace(rank=LOW_RANK, checkpointing=True)
-    placement = plan_units(
-        model.module, [], block_paths=stream.blocks, frozen_wire=frozen_wire(stream.frozen_dtype), split=False
-    )
-    if stream.frozen_dtype == "mxfp4" and not placement.decodes_frozen:
-        raise ValueError(
-            f"frozen_dtype mxfp4 keeps weights of experts that a model's files hold in MXFP4, got {model.name}, which "
-            "has no experts: take nf4 (--stream)"
-        )
+    placement = units_of(model, stream, trains_base=False)
     by_matrix = decodes_by_matrix(placement, budget_nbytes=limits.device_nbytes)
     placement.scratch_nbytes = decoding_nbytes(placement, by_matrix=by_matrix)
     trained = _trained(model, trace)

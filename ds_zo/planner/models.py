@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ds_zo.backends.common import chunked_loss
 from ds_zo.config.json_text import parse_json
-from ds_zo.planner import choices
 from ds_zo.planner.low_rank import low_rank_adapters
 from ds_zo.planner.rates import Rates
 from ds_zo.planner.shapes import RANDOM, SHAPES, config_of
@@ -288,7 +288,7 @@ def _remedy(name: str) -> str:
 
 
 def _chunked_loss_on_meta(logits: torch.Tensor, labels: Any, vocab_size: int, **unused: Any) -> torch.Tensor:
-    num_rows = max(1, choices.LOSS_CHUNK_NUMEL // vocab_size)
+    num_rows = max(1, chunked_loss.LOSS_CHUNK_NUMEL // vocab_size)
     loss: torch.Tensor = _ChunkedLossOnMeta.apply(logits.reshape(-1, vocab_size), num_rows)
     return loss
 

@@ -15,8 +15,9 @@ from ds_zo.planner import pricing
 from ds_zo.planner.estimate import Limits
 from ds_zo.planner.models import Model
 from ds_zo.planner.timeline import Cost, Trace
+from ds_zo.planner.units import units_of
 from ds_zo.streaming.budget import DeviceBytes, device_bytes, most_resident
-from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units
+from ds_zo.streaming.placement import Placement, evenly_spaced
 from ds_zo.streaming.schedule import Kind
 
 OFFLOADED = {"device": "cpu", "pin_memory": True}
@@ -50,9 +51,7 @@ def place(
     """Keeps as many blocks on the device as fit. `other_nbytes`: device memory that is neither weights, slots nor
     scratch. `placement`: None: all parameters are trained, and there is no scratch."""
     if placement is None:
-        placement = plan_units(
-            model.module, [{"params": list(model.module.parameters())}], block_paths=stream.blocks, split=False
-        )
+        placement = units_of(model, stream, trains_base=True)
         placement.scratch_nbytes = 0
     num_blocks = len(placement.blocks)
     num_slots = stream.device_slots if stream.overlap else 1

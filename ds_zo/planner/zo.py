@@ -5,20 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ds_zo.backends.zo.buffers import ZOBuffers
+from ds_zo.backends.zo.cuda_graphs import MOST_RECORDED_FLOPS
+from ds_zo.backends.zo.fold_interval import FOLD_DRAWS, INTERVALS, best_interval, lags
 from ds_zo.config.optimizers import ZOParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.ops import PACKED
 from ds_zo.ops.segments import chunk_numel
 from ds_zo.planner import pricing
-from ds_zo.planner.choices import FOLD_DRAWS, INTERVALS, MOST_RECORDED_FLOPS, WIRE, best_interval, frozen_wire, lags
 from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
 from ds_zo.planner.models import Model
 from ds_zo.planner.rates import Rates
 from ds_zo.planner.stock import LOW_RANK
-from ds_zo.planner.zo_buffers import ZOBuffers
+from ds_zo.planner.units import units_of
 from ds_zo.streaming.budget import Needed, fits, most_resident
 from ds_zo.streaming.fold_schedule import turn
-from ds_zo.streaming.placement import Placement, evenly_spaced, plan_units
+from ds_zo.streaming.placement import Placement, evenly_spaced
 from ds_zo.streaming.schedule import Action, Kind
 from ds_zo.streaming.units import Unit
 
@@ -51,19 +53,9 @@ def estimate_zo(
 
 def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOParams, *, offload: bool) -> Estimate:
     has_adapters = stream.frozen_dtype != "auto"
-    placement = plan_units(
-        model.module,
-        [] if has_adapters else [{"params": list(model.module.parameters())}],
-        block_paths=stream.blocks,
-        wire=WIRE[stream.wire_dtype],
-        frozen_wire=frozen_wire(stream.frozen_dtype),
-        split=stream.master == "split",
+    placement = units_of(
+        model, stream, trains_base=not has_adapters, wire=stream.wire_dtype, split=stream.master == "split"
     )
-    if stream.frozen_dtype == "mxfp4" and not placement.decodes_frozen:
-        raise ValueError(
-            f"frozen_dtype mxfp4 keeps weights of experts that a model's files hold in MXFP4, got {model.name}, which "
-            "has no experts: take nf4 (--stream)"
-        )
     trace = model.forward_trace()
     num_blocks, num_passes = len(placement.blocks), 2 * params.num_directions
     second_copy = placement.pair_scratch_nbytes - placement.scratch_nbytes

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from functools import cache
 
+from ds_zo.streaming.units import Unit
+
 FOLD_ORDER = 2
 """Version of this rule, stored with checkpoints and trajectories: another rule rounds weights at other steps. Version 1
 uses the block's index as its turn."""
@@ -20,6 +22,13 @@ earlier ones."""
 def turn(index: int, interval: int) -> int:
     """The block folds in steps `s` with `(s + turn) % interval == 0`."""
     return _turns(interval)[index % interval]
+
+
+def due(unit: Unit, *, step: int, interval: int, capacity: int) -> bool:
+    """Whether `step` folds pending updates into the unit. Blocks fold at different steps. `capacity`: rows of the
+    replay log; a unit that lags by that many steps folds."""
+    every = interval if unit.is_block else 1
+    return unit.trainable and ((step + turn(unit.index, every)) % every == 0 or step - unit.version >= capacity)
 
 
 @cache

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ds_zo.ops import MXFP4, NF4
 from ds_zo.ops.nf4 import Quantised
 from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
 from ds_zo.streaming.host_store import HostStore
@@ -17,6 +18,18 @@ from ds_zo.streaming.units import Part, PlacedParameter, Unit
 ReadParameter = Callable[[PlacedParameter], torch.Tensor | Quantised]
 """Returns a parameter's initial value."""
 FrozenWire = torch.dtype | Callable[[nn.Parameter], torch.dtype | None] | None
+
+WIRE: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+    "bf12": torch.uint8,
+    "nf4": NF4.dtype,
+    "mxfp4": MXFP4.dtype,
+}
+"""The torch dtype of stored blocks for each `wire_dtype` and `frozen_dtype`; None: the dtype of the model."""
 
 
 @dataclass

@@ -15,8 +15,8 @@ from ds_zo.backends.lsp.scheduler import ServiceOrder
 from ds_zo.backends.lsp.transfers import Copy, CopyLane
 from ds_zo.backends.zo import block_store as zo_store
 from ds_zo.backends.zo.materialise import Materialiser
-from ds_zo.checkpoint.claims import Claims
 from ds_zo.streaming import block_store
+from ds_zo.streaming.claims import Claims
 from ds_zo.streaming.units import Unit
 from tests.helpers.lomo_runs import assert_equal, start, streamed
 from tests.helpers.lsp_runs import current_weights, lsp_json

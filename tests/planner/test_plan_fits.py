@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ds_zo.backends.zo.fold_interval import INTERVALS, best_interval
 from ds_zo.config.optimizers import ZOParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import Rates
-from ds_zo.planner.choices import INTERVALS, best_interval
 from ds_zo.planner.estimate import Estimate, Limits
 from ds_zo.planner.lomo import estimate_lomo
 from ds_zo.planner.lsp import estimate_lsp

@@ -38,7 +38,7 @@ def zo_rows() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("row", zo_rows(), ids=lambda row: f"{row['shape']}-{row['run']}-{row['stream']}")
 def test_zo_rows(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ds_zo.planner.choices.LOSS_CHUNK_NUMEL", 2**24)  # of the loss, at these commits
+    monkeypatch.setattr("ds_zo.backends.common.chunked_loss.LOSS_CHUNK_NUMEL", 2**24)  # of the loss, at these commits
     monkeypatch.setattr("ds_zo.planner.zo.chunk_numel", lambda numel: 8192)
     stream = {"writeback_interval": row["interval"], "master": row["master"], **(row["stream"] or {})}
     planned = estimate_zo(

@@ -91,7 +91,7 @@ def test_the_loss_on_paper_takes_what_the_chunked_loss_takes(
     num_rows: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vocabulary = 997  # so that logits are the largest there is
-    monkeypatch.setattr("ds_zo.planner.choices.LOSS_CHUNK_NUMEL", num_rows * vocabulary)
+    monkeypatch.setattr("ds_zo.backends.common.chunked_loss.LOSS_CHUNK_NUMEL", num_rows * vocabulary)
     model = planned("opt", seq=32, dtype=dtype, vocab_size=vocabulary)
     on_paper = model.forward_trace(), model.backward_trace(checkpointing=False, loss_in_chunks=True)
     with losses_in_chunks(models_with_causal_loss(model.module)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ds_zo.planner.choices import INTERVALS
+from ds_zo.backends.zo.fold_interval import INTERVALS
 from ds_zo.streaming.fold_schedule import turn
 
 

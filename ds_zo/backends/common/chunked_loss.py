@@ -17,8 +17,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, pad
 
-from ds_zo.planner import choices
-
+LOSS_CHUNK_NUMEL = 2**22
+"""Logits that the loss of ZO and LOMO converts to float32 at a time: 16 MB, and 16 MB for their log-softmax."""
 _SUM = 2
 """The number of `reduction="sum"` in `aten.nll_loss_backward`."""
 
@@ -39,7 +39,7 @@ def chunked_causal_lm_loss(
         shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
     rows = logits.reshape(-1, vocab_size)
     targets = shift_labels.reshape(-1).to(rows.device)
-    num_rows = max(1, choices.LOSS_CHUNK_NUMEL // vocab_size)
+    num_rows = max(1, LOSS_CHUNK_NUMEL // vocab_size)
     if rows.requires_grad and torch.is_grad_enabled():
         if len(rows) <= num_rows:
             reduction = "mean" if num_items_in_batch is None else "sum"

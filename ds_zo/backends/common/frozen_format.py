@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 
 from ds_zo.config import ConfigError, Resolved
-from ds_zo.planner.choices import WIRE
 from ds_zo.streaming.loading import check_frozen_dtype, frozen_dtype_of, shipped_wire
-from ds_zo.streaming.placement import Placement, plan_units
+from ds_zo.streaming.placement import WIRE, Placement, plan_units
 
 
 def plan_frozen_format(

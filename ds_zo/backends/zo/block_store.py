@@ -16,6 +16,7 @@ from torch import nn
 from ds_zo import ops
 from ds_zo.backends.common.frozen_format import plan_frozen_format
 from ds_zo.backends.common.startup import StartupSummary, formats_of, summary_of_blocks
+from ds_zo.backends.zo.buffers import ZOBuffers
 from ds_zo.backends.zo.clean_copies import CleanCopies
 from ds_zo.backends.zo.materialise import Materialiser, Noise
 from ds_zo.backends.zo.ranks import Ranks
@@ -28,15 +29,13 @@ from ds_zo.backends.zo.step_time import (
     measure_draw,
     measure_link,
 )
-from ds_zo.checkpoint.claims import Claims
 from ds_zo.config import ConfigError, Resolved, ZOParams
 from ds_zo.logs import show
-from ds_zo.planner.choices import WIRE
-from ds_zo.planner.zo_buffers import ZOBuffers
 from ds_zo.streaming.block_store import BlockStore
 from ds_zo.streaming.budget import fits, free_nbytes, peak_nbytes, reset_peak_memory, usable_nbytes
+from ds_zo.streaming.claims import Claims
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.placement import Placement, adapter_ids
+from ds_zo.streaming.placement import WIRE, Placement, adapter_ids
 from ds_zo.streaming.units import Unit
 
 _STREAMED_INTERVAL = {"wire": 8, "split": 16}

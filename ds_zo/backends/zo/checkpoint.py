@@ -33,6 +33,7 @@ from ds_zo.checkpoint.layout import (
     shapes_of,
     still_of,
     unit_key,
+    unit_tensors,
 )
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import TrajectoryRecorder
@@ -144,7 +145,12 @@ class ZOCheckpoint:
             if self._block_store.shared is not None:
                 self._block_store.runtime.host_wait(unit)
             held = self._block_store.claims.claim(unit)
-            return Piece(lambda: _without(held.tensors(), omitted), held.nbytes, held.key, held.written)
+            return Piece(
+                lambda: _without(unit_tensors(unit, *held.buffers()), omitted),
+                unit.nbytes + unit.low_nbytes,
+                unit_key(describe(unit)),
+                held.written,
+            )
 
         def tensors() -> Mapping[str, torch.Tensor]:
             self._block_store.runtime.host_wait(unit)

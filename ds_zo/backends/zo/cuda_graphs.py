@@ -28,9 +28,11 @@ from ds_zo.backends.common.plain_copies import StandIn
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.lockstep import Lockstep
 from ds_zo.ops.recording import recorded
-from ds_zo.planner.choices import MOST_RECORDED_FLOPS
 from ds_zo.streaming.units import Unit
 
+MOST_RECORDED_FLOPS = 0.5e12
+"""FLOPs of a block's forward below which launching its kernels from Python takes longer than they take on an H200. ZO
+replays such a block as a CUDA graph, where both perturbed copies are made at once."""
 MAX_INPUT_KINDS = 16
 """Kinds of inputs (shapes, dtypes, other arguments) that are recorded: each kind keeps one graph per block and pass."""
 

@@ -29,7 +29,7 @@ from ds_zo.backends.zo.cached_views import CachedViews
 from ds_zo.backends.zo.clean_copies import CleanCopies
 from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
 from ds_zo.backends.zo.step_time import TimedForward
-from ds_zo.checkpoint.replay import due
+from ds_zo.streaming.fold_schedule import due
 from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.runtime import Runtime, Slot
 from ds_zo.streaming.units import Planes, Unit

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_zo.planner.choices import FOLD_DRAWS, best_interval, lags
+from ds_zo.backends.zo.fold_interval import FOLD_DRAWS, best_interval, lags
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.units import Unit
 
@@ -70,7 +70,7 @@ class StepTimeModel:
         budget_nbytes: int | None = None,
         **nbytes: int,
     ) -> int:
-        """The interval with the shortest expected step, of those that fit: see `planner.choices.best_interval`."""
+        """The interval with the shortest expected step, of those that fit: see `fold_interval.best_interval`."""
         return best_interval(
             lambda interval: self.step_s(interval, **nbytes), device_nbytes=device_nbytes, budget_nbytes=budget_nbytes
         )

@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ds_zo.backends.adapter.matrix_decoding import EncodedParameter
-from ds_zo.planner.choices import WIRE
 from ds_zo.streaming.budget import decodes_by_matrix, decoding_nbytes
-from ds_zo.streaming.placement import plan_units
+from ds_zo.streaming.placement import WIRE, plan_units
 from tests.helpers.adapter_runs import adapted, adapter_json, assert_same, batches, peft, run, start, train, weights
 from tests.helpers.decoded_values import with_decoded_base
 from tests.helpers.tiny_models import tiny_batch, tiny_model

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from ds_zo.backends.common import chunked_loss
 from ds_zo.backends.common.chunked_loss import chunked_causal_lm_loss
-from ds_zo.planner import choices
 from tests.helpers.lomo_runs import assert_equal, batches, config_for, lively, start, train, weights_of
 
 VOCAB = 50
@@ -18,7 +18,7 @@ VOCAB = 50
 def test_chunks_have_the_gradients_of_the_whole(
     num_items: int | torch.Tensor | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choices, "LOSS_CHUNK_NUMEL", 3 * VOCAB)
+    monkeypatch.setattr(chunked_loss, "LOSS_CHUNK_NUMEL", 3 * VOCAB)
     torch.manual_seed(0)
     logits = (3 * torch.randn(2, 8, VOCAB)).to(dtype)
     labels = torch.randint(0, VOCAB, (2, 8))
@@ -41,7 +41,7 @@ def test_chunks_have_the_gradients_of_the_whole(
 def test_training_by_chunks_is_training(clipping: float, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = start(config_for(clipping=clipping), lively("llama"))
     train(whole, batches("llama", 3))
-    monkeypatch.setattr(choices, "LOSS_CHUNK_NUMEL", 5 * 67)
+    monkeypatch.setattr(chunked_loss, "LOSS_CHUNK_NUMEL", 5 * 67)
     engine = start(config_for(clipping=clipping), lively("llama"))
     train(engine, batches("llama", 3))
     assert_equal(weights_of(engine.module), weights_of(whole.module))

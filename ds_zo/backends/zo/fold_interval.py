@@ -1,42 +1,10 @@
-"""Constants and rules that a backend and its estimate share."""
+"""How often ZO's blocks fold where the user has set no `writeback_interval`. Runs and plans choose by the same rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
-from ds_zo.ops import MXFP4, NF4
 from ds_zo.streaming.budget import fits
-from ds_zo.streaming.placement import FrozenWire
-
-LOSS_CHUNK_NUMEL = 2**22
-"""Logits that the loss of ZO and LOMO converts to float32 at a time: 16 MB, and 16 MB for their log-softmax."""
-
-WIRE: dict[str, torch.dtype | None] = {
-    "auto": None,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.float8_e4m3fn,
-    "bf12": torch.uint8,
-    "nf4": NF4.dtype,
-    "mxfp4": MXFP4.dtype,
-}
-"""The torch dtype of ZO's stored blocks for each `wire_dtype` and `frozen_dtype`; None: the dtype of the model."""
-
-
-def frozen_wire(frozen_dtype: str) -> FrozenWire:
-    """The storage of frozen matrices in a plan, which reads no files. With mxfp4 it takes the weights of experts, which
-    have three dimensions, for those that the files hold so."""
-    if frozen_dtype == "mxfp4":
-        return lambda p: MXFP4.dtype if p.dim() == 3 else None
-    return WIRE[frozen_dtype]
-
-
-MOST_RECORDED_FLOPS = 0.5e12
-"""FLOPs of a block's forward below which launching its kernels from Python takes longer than they take on an H200. ZO
-replays such a block as a CUDA graph, where both perturbed copies are made at once."""
 
 FOLD_DRAWS = 0.4
 """Cost of a fold in addition to its replay, in noise draws a weight: random bits for rounding, and the store."""

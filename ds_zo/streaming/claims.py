@@ -13,12 +13,10 @@ blocks), which fold in place.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
-from ds_zo.checkpoint.layout import describe, unit_key, unit_tensors
-from ds_zo.checkpoint.snapshot import Piece
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.units import Unit
 
@@ -27,19 +25,31 @@ class Claim:
     """The bytes of one unit at the time of the save, until they are written."""
 
     def __init__(
-        self, unit: Unit, store_buffer: torch.Tensor, low: torch.Tensor | None, *, ready: Callable[[], None]
+        self,
+        unit: Unit,
+        store_buffer: torch.Tensor,
+        low: torch.Tensor | None,
+        *,
+        ready: Callable[[], None],
+        finish: Callable[[Claim], None],
     ) -> None:
-        """`ready` waits until the bytes are in the buffers."""
+        """`ready` waits until the bytes are in the buffers. `finish` is called when they are written."""
         self.unit = unit
         self.store_buffer, self.low = store_buffer, low
         self.done = False
         self.released: list[torch.Tensor] = []
         """Buffers that belong to no unit. They become spares when this claim is written."""
         self._ready = ready
+        self._finish = finish
 
-    def tensors(self) -> Mapping[str, torch.Tensor]:
+    def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The unit's stored bytes and its low plane, once they are complete. Any thread may call it."""
         self._ready()
-        return unit_tensors(self.unit, self.store_buffer, self.low)
+        return self.store_buffer, self.low
+
+    def written(self) -> None:
+        """Ends the claim, whether its bytes were written or not."""
+        self._finish(self)
 
 
 class Claims:
@@ -55,7 +65,7 @@ class Claims:
         self._unwritten: dict[int, Claim] = {}
         self._spares: dict[int, list[torch.Tensor]] = {}
 
-    def claim(self, unit: Unit) -> Piece:
+    def claim(self, unit: Unit) -> Claim:
         """Keeps the unit's present bytes until they are written. The thread that trains calls it."""
         copied: list[torch.Tensor] = []
         store_buffer = unit.store_buffer if unit.streamed and self._swaps else self._copy(unit.store_buffer, copied)
@@ -72,13 +82,11 @@ class Claims:
                 if event is not None:
                     event.synchronize()
 
-        claim = Claim(unit, store_buffer, low, ready=ready)
+        claim = Claim(unit, store_buffer, low, ready=ready, finish=self._finish)
         claim.released += copied
         with self._lock:
             self._unwritten[id(unit)] = claim
-        return Piece(
-            claim.tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)), written=lambda: self._finish(claim)
-        )
+        return claim
 
     def before_overwrite(self, unit: Unit, *, weights: bool, low: bool) -> None:
         """Gives the unit spare buffers where a fold is about to overwrite claimed ones: its stored bytes (`weights`),
