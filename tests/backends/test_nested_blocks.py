@@ -1,4 +1,7 @@
-"""Blocks as libraries write them: lists in lists that are never called, stages, and blocks whose parts are called."""
+"""Blocks that are passed over, whose parts are called, or that run inside one another: trained, or refused by name.
+
+Models of random structure are in tests/random/test_block_structures.py.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as hf
 from torch import nn
 from torch.nn import functional
 
 from tests.helpers.lomo_runs import assert_close, start, streamed
 from tests.helpers.lsp_runs import CPU, current_weights, lsp_json
-from tests.helpers.mezo_reference import PlainMeZO
 from tests.helpers.zo_runs import log_lines, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -29,10 +30,6 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.mix(x))
-
-
-def feed_forward() -> nn.Module:
-    return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
 
 class Toy(nn.Module):
@@ -53,35 +50,6 @@ class Toy(nn.Module):
         raise NotImplementedError
 
 
-class ViT(Toy):
-    """As vit-pytorch has it."""
-
-    def make(self) -> None:
-        self.layers = nn.ModuleList(nn.ModuleList([Attention(), feed_forward()]) for _ in range(3))
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        for attention, feed in self.layers:
-            x = x + attention(x)
-            x = x + feed(x)
-        return x
-
-
-class XTransformer(Toy):
-    """As x-transformers has it: norms with empty places, a block, and what adds the residual."""
-
-    def make(self) -> None:
-        self.layers = nn.ModuleList(
-            nn.ModuleList([nn.ModuleList([nn.LayerNorm(WIDTH), None]), block, nn.Identity()])
-            for _ in range(2)
-            for block in (Attention(), feed_forward())
-        )
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        for (norm, _), block, residual in self.layers:
-            x = residual(x + block(norm(x)))
-        return x
-
-
 class Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +61,7 @@ class Stage(nn.Module):
         return x
 
 
-class Swin(Toy):
+class Staged(Toy):
     """Stages that are called, with lists in them."""
 
     def make(self) -> None:
@@ -105,7 +73,7 @@ class Swin(Toy):
         return x
 
 
-class InsideOut(Swin):
+class InsideOut(Staged):
     """The same stages, passed over: their blocks are called, of the last the weights alone are used."""
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
@@ -117,53 +85,14 @@ class InsideOut(Swin):
         return x
 
 
-class Funnel(nn.Module):
-    """Transformers' own, whose `blocks` are lists of layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        config = hf.FunnelConfig(
-            vocab_size=16,
-            d_model=8,
-            n_head=2,
-            d_head=4,
-            d_inner=8,
-            block_sizes=[2, 2],
-            num_decoder_layers=1,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-            activation_dropout=0.0,
-            num_labels=2,
-        )
-        self.model = hf.FunnelForSequenceClassification(config)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=x, labels=y).loss
-        return loss
-
-
-STRUCTURES: list[tuple[type[nn.Module], int]] = [(ViT, 6), (XTransformer, 8), (Swin, 3), (Funnel, 4)]
-"""With the number of blocks that stream."""
-
-
-def batches(model: nn.Module) -> list[dict[str, torch.Tensor]]:
+def batches() -> list[dict[str, torch.Tensor]]:
     made = torch.Generator().manual_seed(1)
-    if isinstance(model, Funnel):
-        ids = [torch.randint(1, 16, (2, 8), generator=made) for _ in range(NUM_STEPS)]
-        return [{"x": x, "y": x[:, 0] % 2} for x in ids]
     return [{key: torch.randn(4, WIDTH, generator=made) for key in "xy"} for _ in range(NUM_STEPS)]
 
 
-def trained(kind: type[nn.Module], config: dict[str, Any], *, num_streamed: int = 0) -> dict[str, torch.Tensor]:
-    model = kind().train()
-    engine = start(config, model)
-    block_store = getattr(engine.backend, "block_store", None) or getattr(engine.backend, "_block_store", None)
-    if getattr(engine.backend, "_streamed", None) is not None:
-        block_store = engine.backend._streamed.block_store
-    if num_streamed:
-        assert sum(unit.streamed for unit in block_store.placement.blocks) == num_streamed
-    for batch in batches(model):
+def trained(kind: type[nn.Module], config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    engine = start(config, kind().train())
+    for batch in batches():
         engine.backward(engine(**batch))
         engine.step()
     found = current_weights(engine)
@@ -174,59 +103,23 @@ def trained(kind: type[nn.Module], config: dict[str, Any], *, num_streamed: int 
 def plain(kind: type[nn.Module], optimizer: Callable[[Any], torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
     model = kind().train()
     made = optimizer(model.parameters())
-    for batch in batches(model):
+    for batch in batches():
         model(**batch).backward()
         made.step()
         made.zero_grad()
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def by_adamw(kind: type[nn.Module]) -> dict[str, torch.Tensor]:
-    return plain(kind, lambda params: torch.optim.AdamW(params, **ADAM))
-
-
-@pytest.mark.parametrize(("kind", "num_blocks"), STRUCTURES)
-def test_lsp_is_adamw(kind: type[nn.Module], num_blocks: int) -> None:
-    expected = by_adamw(kind)
-    own = {**ADAM, "projector": "none"}
-    with log_lines() as lines:
-        assert_close(trained(kind, lsp_json(params=own)), expected, atol=1e-5)
-    assert not any("used outside the forward" in line for line in lines)
-    place = {**CPU, "offload_param": {"device": "cpu"}}
-    found = trained(kind, lsp_json(params=own, zero_optimization=place), num_streamed=num_blocks)
-    assert_close(found, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(("kind", "num_blocks"), STRUCTURES)
-def test_lomo_is_sgd(kind: type[nn.Module], num_blocks: int) -> None:
-    expected = plain(kind, lambda params: torch.optim.SGD(params, lr=0.1))
-    assert_close(trained(kind, streamed(), num_streamed=num_blocks), expected)
-
-
-@pytest.mark.parametrize(("kind", "num_blocks"), STRUCTURES)
-def test_zo_is_mezo(kind: type[nn.Module], num_blocks: int) -> None:
-    model = kind()
-    reference = PlainMeZO(model, lr=1e-2)
-    for batch in batches(model):
-        reference.step([batch])
-    own = {"lr": 1e-2}
-    assert_close(trained(kind, zo_json(offload=False, params=own)), reference.weights, atol=2e-5)
-    assert_close(trained(kind, zo_json(params=own), num_streamed=num_blocks), reference.weights, atol=2e-5)
-
-
-# Blocks with a forward that is not called
-
-
 def test_lsp_applies_updates_before_a_forward_that_passes_over_blocks() -> None:
     with log_lines() as lines:
         found = trained(InsideOut, lsp_json(params={**ADAM, "projector": "none"}))
-    assert_close(found, by_adamw(InsideOut), atol=1e-5)
+    assert_close(found, plain(InsideOut, lambda params: torch.optim.AdamW(params, **ADAM)), atol=1e-5)
     assert sum("stages.0, stages.1, stages.2: weights are used outside the forward" in line for line in lines) == 1
 
 
 def test_a_part_of_the_model_that_is_run_by_itself_has_the_last_update() -> None:
     engine = start(lsp_json(params={**ADAM, "projector": "none"}), InsideOut().train())
-    for batch in batches(engine.module):
+    for batch in batches():
         engine.backward(engine(**batch))
         engine.step()
     x = torch.ones(1, WIDTH)
@@ -234,16 +127,6 @@ def test_a_part_of_the_model_that_is_run_by_itself_has_the_last_update() -> None
         found = engine.module.stages[0].blocks[0](x)
         engine.module.state_dict()  # brings every weight up to date
         torch.testing.assert_close(found, engine.module.stages[0].blocks[0](x))
-    engine.destroy()
-
-
-@pytest.mark.parametrize("backend", ["lsp", "lomo", "zo"])
-def test_streamed_blocks_that_are_passed_over_are_refused_in_the_first_forward(backend: str) -> None:
-    place = {**CPU, "offload_param": {"device": "cpu"}}
-    configs = {"lsp": lsp_json(zero_optimization=place), "lomo": streamed(), "zo": zo_json()}
-    engine = start(configs[backend], InsideOut().train())
-    with pytest.raises(ValueError, match=r"parameter stages\.0\.blocks\.0\.mix\.\w+ was used outside .*stream\.blocks"):
-        engine(**batches(engine.module)[0])
     engine.destroy()
 
 
@@ -264,13 +147,27 @@ class InEachOther(Toy):
         return x
 
 
-@pytest.mark.parametrize("backend", ["lsp", "lomo", "zo"])
-def test_a_streamed_block_inside_another_is_refused(backend: str) -> None:
-    place = {**CPU, "offload_param": {"device": "cpu"}}
-    configs = {"lsp": lsp_json(zero_optimization=place), "lomo": streamed(), "zo": zo_json()}
-    engine = start(configs[backend], InEachOther().train())
-    with pytest.raises(ValueError, match=r"block blocks\.3 inside block blocks\.0: name the list .*stream\.blocks"):
-        engine(**batches(engine.module)[0])
+STREAMED = {
+    "lsp": lsp_json(zero_optimization={**CPU, "offload_param": {"device": "cpu"}}),
+    "lomo": streamed(),
+    "zo": zo_json(),
+}
+
+
+@pytest.mark.parametrize("backend", STREAMED)
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (InsideOut, r"parameter stages\.0\.blocks\.0\.mix\.\w+ was used outside .*stream\.blocks"),
+        (InEachOther, r"block blocks\.3 inside block blocks\.0: name the list .*stream\.blocks"),
+    ],
+)
+def test_streamed_blocks_that_are_not_run_whole_and_in_turn_are_refused_in_the_first_forward(
+    kind: type[nn.Module], said: str, backend: str
+) -> None:
+    engine = start(STREAMED[backend], kind().train())
+    with pytest.raises(ValueError, match=said):
+        engine(**batches()[0])
     engine.destroy()
 
 
@@ -280,7 +177,7 @@ def test_resident_blocks_may_run_inside_one_another() -> None:
     assert_close(trained(InEachOther, config), expected)
 
 
-class Changing(Swin):
+class Changing(Staged):
     """Calls a stage whole at first, and then what is inside it."""
 
     num_calls = 0
@@ -298,7 +195,7 @@ class Changing(Swin):
 
 def test_lsp_names_a_block_that_is_passed_over_after_it_was_called() -> None:
     engine = start(lsp_json(), Changing().train())
-    first, second, _ = batches(engine.module)
+    first, second, _ = batches()
     engine.backward(engine(**first))
     engine.step()
     loss = engine(**second)

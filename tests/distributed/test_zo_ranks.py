@@ -15,13 +15,16 @@ import torch
 
 from tests.helpers.checkpoint_runs import assert_same_bits
 from tests.helpers.ranks import job, run_job
+from tests.helpers.tiny_models import tiny_model
 from tests.helpers.zo_rank_cases import (
     NUM_STEPS,
     STORAGES,
+    WHOLE,
     alone,
     death,
     directions,
     failed_backward,
+    from_folder,
     machines,
     refusal,
     resumed_random_states,
@@ -78,6 +81,21 @@ def test_ranks_make_the_run_of_one(num_ranks: int, case: str, stored: dict[int, 
     for ours, theirs in zip(several["norms"], one["norms"], strict=True):
         assert abs(ours - theirs) <= 2 * G_ERROR
     assert largest_difference(several["state"], one["state"]) <= BOUND
+
+
+def test_resident_and_accumulated_runs_of_two_ranks_are_those_of_one() -> None:
+    [one], two = (job(storages, num_ranks, list(WHOLE), (0,)) for num_ranks in (1, 2))
+    for case, mine in two[0].items():
+        assert mine["digests"] == two[1][case]["digests"], case
+        assert largest_difference(mine["state"], one[case]["state"]) <= BOUND, case
+
+
+def test_ranks_may_read_the_model_from_files(tmp_path: Path) -> None:
+    tiny_model("llama", num_hidden_layers=2).save_pretrained(tmp_path)
+    first, second = job(from_folder, 2, tmp_path)
+    assert len({found["digest"] for found in (*first.values(), *second.values())}) == 1
+    for mine in (first, second):
+        assert len({str(found["losses"]) for found in mine.values()}) == 1
 
 
 def test_each_machine_keeps_a_store() -> None:

@@ -43,9 +43,13 @@ def mine(batch: dict[str, torch.Tensor], *, index: int, of: int) -> dict[str, to
 
 
 def engine(json: dict[str, Any], model: Any = None) -> Any:
+    """The first rank's weights count: those of other ranks differ."""
     from tests.helpers.zo_runs import Toy, engine_for
 
-    return engine_for(Toy(width=512 if torch.cuda.is_available() else 16) if model is None else model, json)
+    model = Toy(width=512 if torch.cuda.is_available() else 16) if model is None else model
+    with torch.no_grad():
+        next(model.parameters()).add_(dist.get_rank())
+    return engine_for(model, json)
 
 
 def state(engine: Any) -> dict[str, torch.Tensor]:
@@ -97,12 +101,19 @@ STORAGES: dict[str, dict[str, Any]] = {
 }
 
 
-def storages(rank: int, names: list[str]) -> dict[str, Any]:
+WHOLE: dict[str, dict[str, Any]] = {
+    "resident": {"offload": False, "resident_blocks": None},
+    "accumulated": {"gradient_accumulation_steps": 2},
+}
+"""Runs whose weights no rank shares with another."""
+
+
+def storages(rank: int, names: list[str], stages: tuple[int, ...] = (0, 3)) -> dict[str, Any]:
     """Every way to store weights, whole on each rank and sharded."""
     found: dict[str, Any] = {}
     for name in names:
-        for stage in (0, 3):
-            json = json_for(stage=stage, **STORAGES[name])
+        for stage in stages:
+            json = json_for(stage=stage, **{**STORAGES, **WHOLE}[name])
             if name == "no overlap":
                 json["ds_zo"]["stream"]["overlap"] = False
             made = trained(json, rank)
@@ -113,6 +124,23 @@ def storages(rank: int, names: list[str]) -> dict[str, Any]:
                 "bytes_up": block_store.runtime.bytes_up,
                 "bytes_down": block_store.runtime.bytes_down,
             }
+    return found
+
+
+def from_folder(rank: int, folder: Path) -> dict[str, Any]:
+    """A model that is read from files, and the same model in memory: losses and weights of two steps."""
+    from transformers import AutoModelForCausalLM
+
+    from ds_zo.streaming.loading import load_pretrained
+    from tests.helpers.tiny_models import tiny_batch
+    from tests.helpers.zo_runs import engine_for, train
+
+    found = {}
+    for stage in (0, 3):
+        for read in (load_pretrained, lambda auto, path: auto.from_pretrained(path)):
+            made = engine_for(read(AutoModelForCausalLM, str(folder)).train(), json_for(stage=stage))
+            losses = train(made, [tiny_batch("llama", seed=seed + rank, batch_size=1, length=8) for seed in (0, 2)])
+            found[f"{stage} {len(found)}"] = {"losses": losses, "digest": digest(made)}
     return found
 
 

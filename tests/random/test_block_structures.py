@@ -21,7 +21,7 @@ from tests.random.sizes import first_seed, num_cases
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-NUM_CASES = num_cases(5)
+NUM_CASES = num_cases(20)
 FIRST_SEED = first_seed()
 NUM_STEPS = 4
 Weights = dict[str, torch.Tensor]

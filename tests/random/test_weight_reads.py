@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ds_zo  # noqa: F401
-from tests.helpers.mezo_reference import PlainMeZO
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 from tests.random.sizes import first_seed, num_cases
 
@@ -205,26 +204,3 @@ def test_reads_at_odd_moments(seed: int, single_process: None) -> None:
     engine.destroy()
     assert all(type(p) is nn.Parameter for p in held.values())
     assert_read({name: p.detach() for name, p in held.items()}, expected, ulp=case.ulp, what="destroyed")
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("backend", ["zo", "lomo"])
-def test_bare_reads_give_a_plain_loops_weights(backend: str, stream: bool, single_process: None) -> None:
-    """What the engines above are held against is right by itself."""
-    case = Case(backend, stream, lora=False, dtype=torch.float32, section={})
-    engine, plain = engine_of(case), model_of(case)
-    rate = LEARNING_RATE[backend]
-    mezo, sgd = PlainMeZO(plain, lr=rate), torch.optim.SGD(plain.parameters(), lr=rate)
-    for step in range(NUM_STEPS):
-        batch = tiny_batch("llama", seed=step)
-        engine.backward(engine(**batch).loss)
-        engine.step()
-        if backend == "zo":
-            mezo.step([batch])
-        else:
-            sgd.zero_grad()
-            plain(**batch, use_cache=False).loss.backward()
-            sgd.step()
-        expected = mezo.weights if backend == "zo" else dict(plain.named_parameters())
-        for name, p in engine.module.named_parameters():
-            torch.testing.assert_close(p.data, expected[name].detach(), rtol=0.0, atol=1e-5)

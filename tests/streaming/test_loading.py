@@ -166,14 +166,6 @@ def test_a_folder_without_safetensors(tmp_path: Path) -> None:
         load_pretrained(hf.AutoModelForCausalLM, str(tmp_path))
 
 
-def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
-    folder = save(tiny_model("llama"), tmp_path / "model", sharded=True)
-    lost = sorted((tmp_path / "model").glob("model-*.safetensors"))[1]
-    lost.unlink()
-    with pytest.raises(ValueError, match=f"{lost.name} is missing, damaged or cut off .*: download or save the model"):
-        load_pretrained(hf.AutoModelForCausalLM, folder)
-
-
 def test_one_file_saved_over_shards_counts(tmp_path: Path) -> None:
     """transformers deletes the old shards and leaves their index."""
     save(tiny_model("llama"), tmp_path / "model", sharded=True)
@@ -421,51 +413,15 @@ def test_dora_reads_the_weights_that_it_needs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "config",
-    [
-        hf.T5Config(d_model=16, d_ff=24, num_layers=2, num_heads=2, d_kv=8, vocab_size=67),
-        hf.DeepseekV3Config(
-            hidden_size=16,
-            intermediate_size=24,
-            moe_intermediate_size=8,
-            vocab_size=67,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            first_k_dense_replace=1,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            n_shared_experts=1,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=4,
-            qk_nope_head_dim=4,
-            v_head_dim=8,
-        ),
-    ],
-    ids=lambda config: config.model_type,
-)
-def test_weights_that_transformers_keeps_in_float32(config: Any, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Parameters and buffers have the dtypes, and buffers the values, that `from_pretrained` gives them."""
-    make = hf.AutoModelForSeq2SeqLM if config.model_type == "t5" else hf.AutoModelForCausalLM
-    torch.manual_seed(0)
-    model = make.from_config(config)
-    for name, buffer in model.named_buffers():
-        if "correction" in name:
-            buffer.normal_()
-    model.save_pretrained(tmp_path)
+def test_weights_that_transformers_keeps_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Parameters have the dtypes that `from_pretrained` gives them. (Buffers: see test_converted_checkpoints.py.)"""
+    make = hf.AutoModelForSeq2SeqLM
+    config = hf.T5Config(d_model=16, d_ff=24, num_layers=2, num_heads=2, d_kv=8, vocab_size=67)
+    make.from_config(config).save_pretrained(tmp_path)
     ours, theirs = load_pretrained(make, str(tmp_path), dtype=dtype), make.from_pretrained(tmp_path, dtype=dtype)
     dtypes = [{name: p.dtype for name, p in m.named_parameters()} for m in (ours, theirs)]
     assert dtypes[0] == dtypes[1]
-    if config.model_type == "t5" and dtype is torch.float16:
-        assert set(dtypes[0].values()) == {torch.float16, torch.float32}
-    buffers = dict(theirs.named_buffers())
-    for name, buffer in ours.named_buffers():
-        assert buffer.dtype is buffers[name].dtype, name
-        assert torch.equal(buffer, buffers[name]), name
+    assert dtype is not torch.float16 or set(dtypes[0].values()) == {torch.float16, torch.float32}
 
 
 def test_weights_of_other_shapes_than_the_config_says_are_refused(tmp_path: Path) -> None:
@@ -544,27 +500,14 @@ def test_training_arguments_with_stage_3_come_before_the_model(tmp_path: Path) -
     del kept
 
 
-def test_a_shard_that_is_cut_off_is_named(tmp_path: Path) -> None:
+def test_a_shard_that_is_cut_off_is_named_by_the_engine_that_reads_it(tmp_path: Path) -> None:
     folder = save(tiny_model("llama").bfloat16(), tmp_path / "model", sharded=True)
     shard = sorted((tmp_path / "model").glob("model-*.safetensors"))[1]
     shard.write_bytes(shard.read_bytes()[:-100])
     model = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder))
-    with pytest.raises(
-        ValueError, match=rf"{shard.name} is missing, damaged or cut off .*: download or save the model"
-    ):
+    said = rf"{shard.name} is missing, damaged or cut off .*: download or save the model"
+    with pytest.raises(ValueError, match=said):
         engine_for(model, zo_json(**NF4))
-    for text in ("{", "[]", '{"weight_map": []}'):
-        (tmp_path / "model" / "model.safetensors.index.json").write_text(text)
-        with pytest.raises(
-            ValueError, match=r"index.json is missing, damaged or cut off .*: download or save the model again"
-        ):
-            load_pretrained(hf.AutoModelForCausalLM, folder)
-    single = Path(save(tiny_model("llama"), tmp_path / "single"), "model.safetensors")
-    single.write_bytes(single.read_bytes()[:-100])
-    with pytest.raises(
-        ValueError, match=r"model.safetensors is missing, damaged or cut off .*: download or save the model"
-    ):
-        load_pretrained(hf.AutoModelForCausalLM, str(single.parent))
 
 
 @pytest.mark.parametrize("backend", ["zo", "adapter"])

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.runtime import Runtime, Slot
-from ds_zo.streaming.units import Part, PlacedParameter, Unit
+from ds_zo.streaming.units import Unit
+from tests.helpers.made_units import make_units
 
 CPU = torch.device("cpu")
 NUMEL = 1024
@@ -22,26 +21,9 @@ BLOCK_S, COMPUTE_S, EDGE_S = 3.0, 2.0, 6.0
 """A block's upload, which takes as long as its low plane's; its computing, and that of everything around blocks."""
 
 
-def make_units(num_units: int, *, streamed: Sequence[int]) -> list[Unit]:
-    """Of one size in bf16, full of their number."""
-    store = HostStore(CPU, pin=False)
-    units = []
-    for i in range(num_units):
-        placed = PlacedParameter(f"p{i}", nn.Parameter(torch.zeros(NUMEL, dtype=torch.bfloat16)), 0, 0, True)
-        part = Part([placed], torch.bfloat16, torch.bfloat16, split=True, frozen=False)
-        unit = Unit(f"u{i}", nn.Module(), [part], index=i, is_block=True)
-        unit.assign_buffers(
-            store.take(unit.nbytes), store.take(unit.low_nbytes), streamed=i in streamed, low_streamed=True
-        )
-        unit.store_buffer.fill_(i)
-        low_of(unit).fill_(i)
-        units.append(unit)
-    return units
-
-
-def low_of(unit: Unit) -> torch.Tensor:
-    assert unit.low_buffer is not None
-    return unit.low_buffer
+def made(num_units: int, *, streamed: Sequence[int]) -> tuple[list[Unit], list[torch.Tensor]]:
+    """Units of one size, and their low planes."""
+    return make_units([NUMEL] * num_units, streamed=streamed, wire=torch.bfloat16)
 
 
 def folding(units: Sequence[Unit], step: int, interval: int) -> list[Unit]:
@@ -121,7 +103,7 @@ def test_folds_wait_for_no_low_plane(
 ) -> None:
     """The link has time for all copies, so steps take as long as their computing."""
     monkeypatch.setattr(torch.cuda, "Event", Moment)
-    units = make_units(12, streamed=streamed)
+    units, _ = made(12, streamed=streamed)
     runtime = TimedRuntime(units, num_low_slots=num_low_slots)
     seconds = []
     with Copying(runtime):
@@ -154,7 +136,7 @@ def test_the_low_planes_of_the_next_folds_are_on_their_way(num_low_slots: int) -
             came.append(unit.index)
             return super()._upload_low(unit)
 
-    units = make_units(8, streamed=(1, 6))
+    units, lows = made(8, streamed=(1, 6))
     runtime = Noting(units, CPU, num_slots=2, num_low_slots=num_low_slots)
     folded: list[int] = []
 
@@ -170,7 +152,7 @@ def test_the_low_planes_of_the_next_folds_are_on_their_way(num_low_slots: int) -
             if unit in now:
                 assert ahead() == due[:num_low_slots], "before their visits"
                 low = runtime.acquire_low(unit)
-                assert low is not None and low[: unit.low_nbytes].tolist() == low_of(unit).tolist()
+                assert low is not None and low[: unit.low_nbytes].tolist() == lows[unit.index].tolist()
                 runtime.written(unit, slot)
                 folded.append(due.pop(0))
                 assert ahead() == due[:num_low_slots], "as soon as there is room"
@@ -185,7 +167,7 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
     """Folds that no pass announced or none came for, visits that break off, evaluations in between, homes that are
     rewritten: the bytes are right, and no slot is lost."""
     rng = random.Random(num_low_slots)
-    units = make_units(6, streamed=(0, 2, 3))
+    units, planes = made(6, streamed=(0, 2, 3))
     runtime = Runtime(units, CPU, num_slots=2, num_low_slots=num_low_slots)
     value = [u.index for u in units]
     num_folds = 0
@@ -225,8 +207,8 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
             interrupted.clear()
         if rng.random() < 0.05:
             for unit in units:
-                low_of(unit).fill_(rng.randint(0, 255))
-                value[unit.index] = int(low_of(unit)[0])
+                value[unit.index] = rng.randint(0, 255)
+                planes[unit.index].fill_(value[unit.index])
             runtime.invalidate_slots()
         lows = runtime._lows
         in_use = [slot for slot in runtime.low_slots if slot.in_use]
@@ -235,4 +217,4 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
         assert sorted(map(id, lows._slots)) == sorted(map(id, runtime.low_slots))
         assert {slot.unit.index for slot in in_use if slot.unit is not None} <= interrupted
     assert num_folds > 100
-    assert [set(low_of(u).tolist()) for u in units] == [{v} for v in value]
+    assert [set(plane.tolist()) for plane in planes] == [{v} for v in value]

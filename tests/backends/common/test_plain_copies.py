@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import pickle
 import weakref
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import deepspeed
 import pytest
 import torch
 import transformers
-from torch.optim.swa_utils import AveragedModel
 
 import ds_zo  # noqa: F401
 from ds_zo.backends.common.plain_copies import StandIn
@@ -101,42 +99,6 @@ def test_a_copy_is_a_plain_module_of_this_step(
     assert_same(weights(reference), weights(plain))
 
 
-@pytest.mark.parametrize(
-    ("backend", "stream", "wire"),
-    [
-        ("zo", False, "auto"),
-        ("zo", True, "auto"),
-        ("zo", True, "fp8"),
-        ("lomo", True, "auto"),
-        ("lsp", False, "auto"),
-        ("lsp", True, "auto"),
-    ],
-)
-def test_averages_of_weights_are_a_plain_loops_and_change_nothing(
-    backend: str, stream: bool, wire: str, single_process: None
-) -> None:
-    engine = engine_for(backend, stream=stream, wire=wire)
-    other = engine_for(backend, stream=stream, wire=wire)
-    averaged = AveragedModel(engine.module)
-    held = dict(engine.module.named_parameters())
-    ema = {name: p.detach().cpu().clone() for name, p in held.items()}
-    expected = {name: value.clone() for name, value in ema.items()}
-    sums = {name: torch.zeros_like(value) for name, value in ema.items()}
-    for batch in BATCHES:
-        for each in (engine, other):
-            train(each, [batch])
-        averaged.update_parameters(engine.module)
-        now = weights(other.module)
-        for name, p in held.items():
-            ema[name].lerp_(p.data.cpu(), 0.5)
-            expected[name].lerp_(now[name], 0.5)
-            sums[name] += now[name]
-    assert_same(ema, expected)
-    for name, p in averaged.module.named_parameters():
-        torch.testing.assert_close(p.detach().cpu(), sums[name] / len(BATCHES), rtol=1e-5, atol=1e-7)
-    assert_same(weights(engine.module), weights(other.module))
-
-
 @pytest.mark.parametrize(("backend", "wire"), [("zo", "auto"), ("zo", "fp8"), ("lomo", "auto"), ("lsp", "auto")])
 def test_what_is_assigned_to_data_is_trained_on(backend: str, wire: str, single_process: None) -> None:
     runs = []
@@ -166,15 +128,6 @@ def test_copies_that_a_read_makes_are_told_of_once(single_process: None) -> None
         for p in engine.module.parameters():
             assert p.detach().is_contiguous()  # not a placeholder
     assert lines == []
-
-
-def test_a_pickled_module_under_lomo_is_plain(single_process: None) -> None:
-    engine = engine_for("lomo", stream=False)
-    train(engine, BATCHES[:1])
-    copied = pickle.loads(pickle.dumps(engine.module))
-    assert_same(weights(copied), weights(engine.module))
-    copied.zero_grad()
-    assert copied.zero_grad.__self__ is copied
 
 
 def test_a_copy_of_gathered_parameters_has_what_they_show(single_process: None) -> None:

@@ -14,7 +14,6 @@ from ds_zo.optim import FactoredMoments, adalomo_update_
 from tests.helpers.adalomo_reference import PlainAdaLOMO
 from tests.helpers.lomo_runs import (
     assert_close,
-    assert_equal,
     batches,
     checkpointed,
     config_for,
@@ -103,43 +102,6 @@ def test_a_parameter_that_is_thawed_late_begins_its_averages_then() -> None:
     moments = engine.backend.state_dict()["moments"]
     assert moments["lm_head.weight"]["num_updates"] == 1 and moments["model.norm.weight"]["num_updates"] == 4
     assert 0 < (head - before).abs().max() < 1
-
-
-STREAMED = {"zero_optimization": {"stage": 0, "offload_param": {"device": "cpu"}}}
-RUNS: dict[str, dict[str, Any]] = {
-    "LOMO": {},
-    "AdaLOMO": {},
-    "LOMO, bf16": {"bf16": {"enabled": True}},
-    "AdaLOMO, bf16": {"bf16": {"enabled": True}},
-    "LOMO, fp16": {"fp16": {"enabled": True, "initial_scale_power": 5, "loss_scale_window": 2}},
-    "LOMO, bf16, kahan": {"bf16": {"enabled": True}, "ds_zo": {"rounding": "kahan"}},
-    "LOMO, bf16, streamed": {"bf16": {"enabled": True}, **STREAMED},
-    "AdaLOMO, streamed": STREAMED,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "asynchronous"),
-    [*((name, True) for name in RUNS), *((name, False) for name in ("AdaLOMO", "LOMO, bf16, streamed"))],
-)  # an awaited save writes the same pieces with the same code
-def test_resume_equals_uninterrupted(name: str, asynchronous: bool, tmp_path: Path) -> None:
-    schedule = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.9}}
-    more = dict(RUNS[name])
-    section = {"checkpoint": {"asynchronous": asynchronous}, **more.pop("ds_zo", {})}
-    config = config_for(name.split(",")[0], clipping=1.0, lr=1e-2, scheduler=schedule, ds_zo=section, **more)
-    whole = start(config, lively("llama"))
-    train(whole, batches("llama", 3))
-    whole.save_checkpoint(str(tmp_path))
-    losses = train(whole, batches("llama", 3, first=3))
-    whole.wait_for_checkpoint()
-
-    resumed = start(config, lively("llama", seed=1))
-    train(resumed, batches("llama", 1))  # its state is replaced
-    resumed.load_checkpoint(str(tmp_path))
-    assert train(resumed, batches("llama", 3, first=3)) == losses
-    assert_equal(weights_of(whole.module), weights_of(resumed.module))
-    assert resumed.get_lr() == whole.get_lr() and resumed.global_steps == 6
-    assert resumed._get_optimizer_loss_scale() == whole._get_optimizer_loss_scale()
 
 
 def test_weights_alone_begin_afresh(tmp_path: Path) -> None:

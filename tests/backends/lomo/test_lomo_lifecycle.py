@@ -180,28 +180,6 @@ def test_a_checkpoint_that_is_loaded_instead_of_a_step_undoes_the_backward(
     assert_equal(*found)
 
 
-def test_a_checkpoint_of_half_a_step_refuses_a_second_backward(tmp_path: Path) -> None:
-    engine = start(config_for(), lively("gpt2"))
-    one, other = batches("gpt2", 2)
-    engine.backward(engine(**one).loss)
-    engine.save_checkpoint(str(tmp_path))
-    resumed = start(config_for(), lively("gpt2"))
-    resumed.load_checkpoint(str(tmp_path))
-    with pytest.raises(RuntimeError, match="a step has one backward"):
-        resumed.backward(resumed(**other).loss)
-
-
-def test_a_second_backward_through_updated_weights_is_an_error_not_garbage() -> None:
-    engine = start(config_for(), lively("opt"))
-    loss = engine(**next(batches("opt", 1))).loss
-    engine.backward(loss, retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"one backward.*engine\.step\(\).*accumulation"):
-        engine.backward(loss)
-    engine.step()
-    with pytest.raises(RuntimeError, match=STALE):
-        engine.backward(loss)
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_losses_of_earlier_forwards_are_refused(seed: int) -> None:
     """Whether blocks are recomputed or not, and whichever weights are trained: those that autograd has saved, or those

@@ -77,21 +77,6 @@ def test_whole_matrices_in_chunks_train_the_same_bits(monkeypatch: pytest.Monkey
     assert_equal(weights, expected)
 
 
-def test_a_slow_cpu_changes_nothing_and_forward_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adam is late for every layer, in an order of its own; a missing wait would use weights of the step before."""
-    expected_losses, expected = run("sync", num_batches=4)
-    update, pause = HostGroup._update, iter([0.02, 0.0, 0.01] * 100)
-
-    def slow(self: HostGroup) -> torch.Tensor:
-        time.sleep(next(pause))
-        return update(self)
-
-    monkeypatch.setattr(HostGroup, "_update", slow)
-    losses, weights = run("layerwise", num_batches=4)
-    assert losses == expected_losses
-    assert_equal(weights, expected)
-
-
 def stored(engine: Any) -> dict[str, torch.Tensor]:
     """Weights as they are in memory: reading a parameter would bring it up to date."""
     with without_interception():

@@ -311,42 +311,6 @@ def test_several_calibration_batches_go_on_with_one_fit(monkeypatch: pytest.Monk
     assert found[4:] == [(True, {1})] * 3 + [(True, {2})] * 2  # the same from step 4 on
 
 
-REFITS = {"projector": "learned", "check_interval": 2, "bias_threshold": 0.1, "fit_steps": 1}
-RESUMED: dict[str, dict[str, Any]] = {
-    "refits": {"params": {**REFITS, "calibration_batches": 1}},
-    "inside a calibration": {"params": {**REFITS, "calibration_batches": 2}},
-    "bf16": {"bf16": {"enabled": True}, "lr": 1e-3, "clipping": 0.1},
-    "on the device": {"offload": False},
-    "inside a window": {
-        "gradient_accumulation_steps": 3,
-        "params": {
-            "projector": "learned",
-            "check_interval": 1,
-            "calibration_batches": 2,
-            "edge": "dense",
-            "fit_steps": 1,
-        },
-    },
-}
-
-
-@pytest.mark.parametrize("name", RESUMED)
-def test_resume_equals_uninterrupted(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    adopt_always(monkeypatch)
-    json = lsp_json(**RESUMED[name], ds_zo={"checkpoint": {"asynchronous": name != "refits"}})
-    data = list(batches("llama", 8 if name == "inside a window" else 6))
-    whole = start(json, small())
-    train(whole, data[:5])
-    whole.save_checkpoint(str(tmp_path))
-    whole.wait_for_checkpoint()
-    expected = train(whole, data[5:])
-    resumed = start(json, small(seed=1))
-    train(resumed, data[:1])  # whatever it was before
-    resumed.load_checkpoint(str(tmp_path))
-    assert train(resumed, data[5:]) == expected
-    assert_equal(current_weights(resumed), current_weights(whole))
-
-
 def test_rounding_errors_of_narrow_copies_are_dropped_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ds_zo.backends.zo.passes import TrainingPasses
 from ds_zo.backends.zo.step_time import TIMED_NUM_UPDATES, StepTimeModel, TimedForward, compute_and_draw_s
 from tests.helpers.zo_runs import assert_equal, engine_for, one_step, weights, zo_json
 from tests.helpers.zoo import CASES
@@ -169,34 +168,3 @@ def test_norms_that_are_frozen_at_first_count_each_batch_once(interleave: bool) 
         assert random.getstate() != before[0] and not torch.equal(torch.get_rng_state(), before[1])
     assert [int(block.norm.num_batches_tracked) for block in engine.module.blocks] == counts
     assert [block.table.tolist()[0] for block in engine.module.blocks] == [8.0] * 3
-
-
-class DroppingStack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        pairs = (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3)) for _ in range(3))
-        self.blocks = nn.ModuleList(pairs)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
-@pytest.mark.usefixtures("single_process")
-def test_looking_for_state_changes_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with and without dropout in some modules, in turns, with write-backs pending."""
-
-    def run() -> dict[str, torch.Tensor]:
-        torch.manual_seed(0)
-        chosen = random.Random(0)
-        engine = engine_for(DroppingStack().train(), zo_json(interval=3))
-        for _ in range(7):
-            for module in engine.module.blocks.modules():
-                module.training = chosen.random() < 0.5
-            one_step(engine, {"x": torch.randn(4, 8)})
-        return weights(engine.module)
-
-    found = run()
-    monkeypatch.setattr(TrainingPasses, "_find_state", lambda passes, calls: None)
-    assert_equal(found, run())

@@ -162,31 +162,6 @@ def test_bf16_weights_by_name_are_the_float32_ones_rounded(place: str, master: s
             assert torch.equal(value, masters[name].bfloat16()), name
 
 
-@pytest.mark.parametrize(
-    ("place", "dtype"), [("streamed", BF16), ("some resident", {}), ("resident", BF16)], ids=["bf16", "fp32", "bf16"]
-)
-def test_generate_with_its_cache(place: str, dtype: dict[str, Any]) -> None:
-    """Each place once: the test of the ways to evaluate has the whole product with the dtypes."""
-    json = zo_json(**PLACES[place], **dtype)
-    undisturbed = engine_for(tiny_model("llama"), json)
-    expected = train(undisturbed, BATCHES[:2])
-    engine = engine_for(tiny_model("llama"), json)
-    prompt = eval_batch()["input_ids"][:, :4]
-    how = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-
-    def generate(step: int) -> None:
-        engine.module.eval()
-        ours = engine.module.generate(prompt, use_cache=True, **how)
-        engine.module.train()
-        theirs = current(engine).generate(prompt, use_cache=True, **how)
-        assert ours.past_key_values is not None
-        assert torch.equal(ours.sequences, theirs.sequences)
-        for a, b in zip(ours.logits, theirs.logits, strict=True):
-            assert torch.equal(a, b)
-
-    assert train(engine, BATCHES[:2], after=generate) == expected
-
-
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_save_pretrained(place: str, tied: bool, tmp_path: Path) -> None:
@@ -288,29 +263,3 @@ def test_a_model_that_was_never_put_in_train_mode_trains() -> None:
     one_step(engine, batch)
     engine.eval()
     assert not engine(**batch).loss.requires_grad, "eval mode counts once the script has trained in train mode"
-
-
-@pytest.mark.parametrize("trains", [True, False], ids=["in train mode", "never in train mode"])
-def test_ctrl_c_in_an_evaluation_leaves_nothing_behind(trains: bool) -> None:
-    """PyTorch calls no forward hooks after Ctrl-C: grad mode, slots and working copies stay as they were in the
-    block."""
-    batches = toy_batches(4)
-    expected = train(engine_for(Toy().train(trains), zo_json(interval=7)), batches)
-    model = Toy().train(trains)
-    engine = engine_for(model, zo_json(interval=7))
-
-    def interrupted(step: int) -> None:
-        def stop(*_: Any) -> None:
-            raise KeyboardInterrupt
-
-        if step == 3:
-            return
-        handle = model.blocks[1].linear.register_forward_hook(stop)
-        model.eval()
-        with pytest.raises(KeyboardInterrupt):
-            model(**batches[0])
-        handle.remove()
-        model.train(trains)
-
-    assert train(engine, batches, after=interrupted) == expected
-    assert torch.is_grad_enabled()

@@ -20,7 +20,6 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ds_zo import ops
 from ds_zo.backends.zo.block_store import ZOBlockStore
@@ -165,15 +164,6 @@ class Sets(Toy):
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         with self.enter[0]():
             return super().middle(x)
-
-
-@pytest.mark.parametrize(
-    "enter", [torch.enable_grad, torch.no_grad, lambda: sdpa_kernel(SDPBackend.MATH)], ids=["grad", "no_grad", "sdpa"]
-)
-def test_settings_around_blocks_do_not_leak(enter: Callable[[], Any], passes: Recorder) -> None:
-    with log_lines() as lines:
-        assert_follows(Sets(enter), toy_batches(3), toy_loss, passes)
-    assert not any("one pass after the other" in line for line in lines)
 
 
 @pytest.mark.parametrize("json", [STREAMED, RESIDENT])
@@ -781,19 +771,6 @@ class RunsBlocks(Toy):
     def __init__(self) -> None:
         super().__init__()
         self.blocks[0].register_forward_hook(Then(self.blocks[2]))
-
-
-@pytest.mark.parametrize(
-    "kind, said",
-    [
-        (InsideOut, r"blocks\.\d\.\w+\.\w+ .*ds_zo\.stream\.blocks"),
-        (RunsBlocks, r"block blocks\.2 inside block blocks\.0.*ds_zo\.stream\.blocks"),
-    ],
-)
-def test_streamed_blocks_that_are_not_run_whole_and_in_turn_are_refused(kind: type[Toy], said: str) -> None:
-    engine = engine_for(kind(), STREAMED)
-    with pytest.raises(ValueError, match=said):
-        engine(**toy_batches(1)[0])
 
 
 @pytest.mark.parametrize("interval", [1, 3])
