@@ -7,7 +7,6 @@ docs/exactness.md states which runs are equal.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,8 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers import families
+from tests.helpers.families import summed_by_block
 from tests.helpers.lomo_runs import assert_equal, batches, config_for, start, streamed, train
 from tests.helpers.lsp_runs import current_weights, lsp_json, small
 from tests.helpers.torch_threads import threads
@@ -87,26 +88,12 @@ def test_streamed_equals_resident_wherever_buffers_begin(
             assert_equal(found, weights)
 
 
-def summed_by_block(model: nn.Module) -> nn.Module:
-    """The same model. Each decoder block uses its own view of the encoder's output, so autograd adds up the gradients
-    of one block (of keys and of values) before it adds them to those of the other blocks."""
-
-    def view(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
-        encoded = given["encoder_hidden_states"]
-        own = encoded.view_as(encoded)
-        return tuple(own if x is encoded else x for x in args), {
-            k: own if v is encoded else v for k, v in kwargs.items()
-        }
-
-    for block in model.decoder.block:
-        block.register_forward_pre_hook(view, with_kwargs=True)
-    return model
-
-
 @pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO", "LSP"])
-def test_t5_differs_only_by_the_order_in_which_gradients_of_the_encoders_output_are_added(kind: str) -> None:
-    case = CASES["t5"]
+@pytest.mark.parametrize("model", ["t5", "switch_transformers"])
+def test_t5_differs_only_by_the_order_in_which_gradients_of_the_encoders_output_are_added(
+    model: str, kind: str
+) -> None:
+    case = CASES[model] if model in CASES else families.case(model)
     resident = lsp_json(lr=1e-3) if kind == "LSP" else config_for(kind, lr=1e-3)
     streamed_config = {**resident, "zero_optimization": {"stage": 0, **ON_HOST}, "ds_zo": {"stream": STAYS_OUT}}
     data = [case.batch(seed) for seed in range(3)]

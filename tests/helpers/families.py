@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -106,11 +107,12 @@ _NUM_TOKENS = {"llava": 16, "gemma3-vision": 16, "paligemma": 16}
 
 
 def made(config: Any) -> nn.Module:
-    """Fresh weights hardly move the loss. These weights do, so that a wrong update shows."""
+    """Decoders and vision-language models get larger weights: fresh ones hardly move the loss, so that a wrong update
+    would not show. Those of T5's kind are large enough. Four times larger, they magnify rounding without bound."""
     kind = hf.AutoModelForImageTextToText if hasattr(config, "vision_config") else hf.AutoModelForCausalLM
     scale = 4.0
     if config.is_encoder_decoder:
-        kind, scale = hf.AutoModelForSeq2SeqLM, 0.5  # T5's fresh weights are large: differences of rounding grow
+        kind, scale = hf.AutoModelForSeq2SeqLM, 1.0
     torch.manual_seed(0)
     model: nn.Module = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -118,6 +120,24 @@ def made(config: Any) -> nn.Module:
             if p.ndim > 1:
                 p.mul_(scale) if p.any() else p.normal_(std=0.1)  # Gemma 3 begins with a projector of zeros
     return model.train()
+
+
+def summed_by_block(model: Any) -> Any:
+    """The same encoder and decoder. Each decoder block uses its own view of the encoder's output, so autograd adds up
+    the gradients of one block (of keys and of values) before it adds them to those of the other blocks."""
+
+    def view(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = inspect.signature(type(block).forward).bind(block, *args, **kwargs).arguments
+        encoded = given["encoder_hidden_states"]
+        own = encoded.view_as(encoded)
+        return tuple(own if x is encoded else x for x in args), {
+            k: own if v is encoded else v for k, v in kwargs.items()
+        }
+
+    decoder = model.get_decoder()
+    for block in getattr(decoder, "block", None) or decoder.layers:
+        block.register_forward_pre_hook(view, with_kwargs=True)
+    return model
 
 
 def text_batch(seed: int) -> Batch:
