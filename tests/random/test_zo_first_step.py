@@ -293,3 +293,22 @@ def test_weights_tied_during_a_run_are_refused(seed: int) -> None:
     train(engine, BATCHES[num_before : num_before + 2])
     train(undisturbed, BATCHES[: num_before + 2])
     assert_equal(weights(engine.module), weights(undisturbed.module))
+
+
+@pytest.mark.parametrize("seed", FEW_SEEDS)
+def test_a_module_that_gets_a_further_place_during_a_run_is_refused(seed: int) -> None:
+    draw = random.Random(seed)
+    json = draw_json(draw)
+    engine, undisturbed = engine_for(Toy(), json), engine_for(Toy(), json)
+    train(engine, BATCHES[:1])
+    blocks = engine.module.blocks
+    a, b = draw.sample(range(len(blocks)), 2)
+    kept = blocks[b].linear
+    blocks[b].linear = blocks[a].linear
+    with pytest.raises(ValueError, match="got a further place in the model"):
+        engine(**BATCHES[1])
+        pytest.fail(f"seed {seed}: {a}, {b}, {json}")
+    blocks[b].linear = kept
+    train(engine, BATCHES[1:3])
+    train(undisturbed, BATCHES[:3])
+    assert_equal(weights(engine.module), weights(undisturbed.module))

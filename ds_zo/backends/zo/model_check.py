@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -59,6 +60,8 @@ class ModelCheck:
         """The modules that hold random generators."""
         self._owners = {(m, id(p)) for m in module.modules() for p in m._parameters.values()}
         """Modules, and parameters that they owned when the model was placed. Copies are bound while these run."""
+        self._num_places: Counter[nn.Module] | None = None
+        """How many modules hold each module, at the last check."""
         self._structure: Structure | None = None
         """The module tree and the groups when `check` last looked; None before the first check."""
         self._groups_and_flags = self._find_groups_and_flags(param_groups)
@@ -91,7 +94,8 @@ class ModelCheck:
         self._structure = Structure(self._module, param_groups)
 
     def _check_ties(self) -> None:
-        """Raises if a module owns a placed parameter that it did not own when the model was placed."""
+        """Raises if a module owns a placed parameter that it did not own when the model was placed, or if a module with
+        parameters has a further place since the last check."""
         names = {id(p.parameter): p.name for unit in self._block_store.placement.units for p in unit.placed}
         for path, m in self._module.named_modules():
             for own, p in m._parameters.items():
@@ -101,6 +105,15 @@ class ModelCheck:
                         "deepspeed.initialize, and ZO perturbs a weight in the modules that owned it then: tie weights "
                         "before deepspeed.initialize"
                     )
+        places = Counter(child for m in self._module.modules() for child in m._modules.values() if child is not None)
+        for path, m in self._module.named_modules():
+            before = places[m] if self._num_places is None else max(1, self._num_places[m])
+            if places[m] > before and any(True for _ in m.parameters()):
+                raise ValueError(
+                    f"module {path} got a further place in the model after the first step, where its weights may be "
+                    "used without their updates: share modules before deepspeed.initialize"
+                )
+        self._num_places = places
 
     def check_at_step(self, param_groups: ParamGroups) -> None:
         if self._regrouped:
