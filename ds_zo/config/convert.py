@@ -13,26 +13,19 @@ from typing import Any
 import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-from ds_zo.config.draft import SECTION_AT, Change, Draft
+from ds_zo.config.draft import Change, Draft
 from ds_zo.config.errors import ConfigError, Errors, shown, type_remedy
+from ds_zo.config.keys import SECTION_AT, unread_keys
 from ds_zo.config.learning_rates import StartingRate, starting_rate
-from ds_zo.config.marks import Needs, ReadBy, Trait, marks_in
+from ds_zo.config.marks import Needs, Trait, marks_in
 from ds_zo.config.optimizers import STOCK_PARAMS
 from ds_zo.config.registry import entry_of, readers, unknown_optimizer
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
-from ds_zo.config.rules import READ_OF_PLACES, READ_OF_ZERO, REFUSED, UNREAD, check_top_level, far_rate
+from ds_zo.config.rules import check_top_level, far_rate
 from ds_zo.config.section import KAHAN_REMOVAL, DsZoConfig
 from ds_zo.config.stock import block, is_on, lookup, optimizer_params, read_stock
-from ds_zo.versions import REMOVED_FEATURES
 
-_NO_ZERO = "a setting of ZeRO itself, which {type} does not run"
-_ZERO_REASONS = {
-    "stage3_gather_16bit_weights_on_model_save": "weights are always gathered when they are saved",
-    "gather_16bit_weights_on_model_save": "weights are always gathered when they are saved",
-    "sub_group_size": "it divides the work of ZeRO's optimizer, which {type} does not run",
-}
-"""Reasons to remove a key of `zero_optimization`, where it is not `_NO_ZERO`."""
 _FILLED = ("lr", "weight_decay", "betas", "eps")
 """Keys of `optimizer.params` in which Trainer or Accelerate replace "auto". They refuse it in keys of ours."""
 PEAK_RATES = {
@@ -50,7 +43,7 @@ _OTHER_RATES = ("warmup_min_lr", "cycle_min_lr", "base_lr", "eta_min", "min_lr",
 _DEFAULT_LR = 1e-3
 """Learning rate of Adam and AdamW where the JSON names none."""
 _MAX_DECAY = 1000.0
-_LOSS_SCALE_KEYS = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+_DTYPE_KEYS = ("fp16", "bf16", "bfloat16")
 _ON_HOST = {"device": "cpu", "pin_memory": True}
 
 
@@ -90,17 +83,24 @@ def convert(
     if not draft.config.get("optimizer"):
         draft.remove("optimizer", "it is empty, so the script makes the optimizer")
     _write_zero_as_object(draft)
-    _remove_refused(draft)
-    _convert_zero(draft, source, stream=stream)
+    _convert_placement(draft, source, stream=stream)
     _convert_optimizer(draft, source)
-    _convert_precision(draft)
-    _convert_section(draft, device_memory_gb=device_memory_gb if stream else None)
+    if draft.get("torch_autocast.enabled") is True and any(draft.get(f"{key}.enabled") is True for key in _DTYPE_KEYS):
+        draft.remove("torch_autocast", "autocast is for a float32 model, and this one is in 16 bits")
+    if device_memory_gb is not None and stream and draft.get(f"{SECTION_AT}.stream.device_memory_gb") is None:
+        draft.set(f"{SECTION_AT}.stream.device_memory_gb", device_memory_gb, "planned for a GPU of this size")
+    _remove_idle(draft)
+    _convert_forced_optimizer(draft)
     for key, value in (form or {}).items():
         draft.set(f"{SECTION_AT}.stream.{key}", value, "planned: without it the run does not fit")
     _convert_accumulation(draft)
     start = starting_rate(to, num_parameters=num_parameters, is_clipped=_clips(draft))
     lr, lr_source = _convert_rates(draft, source, start)
-    _convert_clipping(draft)
+    if entry.has(Trait.UPDATES_IN_BACKWARD) and _clips(draft) and draft.get(f"{draft.params_at}.norm_scope") != "group":
+        draft.note(
+            "{type} computes the norm for gradient_clipping in a backward pass of its own; gradient_clipping 0 "
+            '(max_grad_norm=0 of Trainer) or "norm_scope": "group" avoids it'
+        )
     resolved = check(draft.config)
     return Conversion(draft.config, tuple(draft.changes), tuple(draft.notes), lr, lr_source, resolved.stream)
 
@@ -196,20 +196,8 @@ def _write_zero_as_object(draft: Draft) -> None:
     draft.remove("ds_zo", "it is read in one place")
 
 
-def _remove_refused(draft: Draft) -> None:
-    for path, text in REFUSED.items():
-        if is_on(draft.get(path)):
-            draft.remove(path, text.partition(";")[0])
-    for path in REMOVED_FEATURES:
-        draft.remove(path, "DeepSpeed 0.19.8 removed the feature, and {type} does not have it")
-    for key, why in UNREAD.items():
-        draft.remove(key, why)
-    if draft.entry.has(Trait.ZEROTH_ORDER) and is_on(draft.get("flops_profiler")):
-        draft.remove("flops_profiler", "it cannot follow the interleaved passes of {type}")
-
-
-def _convert_zero(draft: Draft, source: str | None, *, stream: bool | None) -> None:
-    """Converts the placement of weights and optimizer states, then the stage, and removes all other keys."""
+def _convert_placement(draft: Draft, source: str | None, *, stream: bool | None) -> None:
+    """Converts the placement of weights and optimizer states, then the stage."""
     entry = draft.entry
     param = "zero_optimization.offload_param"
     device, stage = draft.get(f"{param}.device"), draft.get("zero_optimization.stage") or 0
@@ -227,19 +215,13 @@ def _convert_zero(draft: Draft, source: str | None, *, stream: bool | None) -> N
         draft.set(param, _ON_HOST, "{type} divides no weights among GPUs; the ranks of a machine share a host copy")
     if draft.streams and not draft.has(f"{param}.pin_memory"):
         draft.set(f"{param}.pin_memory", True, "copies from memory that is not pinned are several times slower")
-    draft.keep_only(param, READ_OF_PLACES, "buffers of ZeRO's swapping; ds_zo.stream has those of blocks")
     _convert_offload_optimizer(draft, source)
-    _convert_forced_optimizer(draft)
     _convert_stage(draft, stage)
-    for key in list(draft.object("zero_optimization")):
-        if key not in (*READ_OF_ZERO, "ds_zo"):
-            draft.remove(f"zero_optimization.{key}", _ZERO_REASONS.get(key, _NO_ZERO))
 
 
 def _convert_offload_optimizer(draft: Draft, source: str | None) -> None:
     at = "zero_optimization.offload_optimizer"
     if not draft.entry.has(Trait.OFFLOADS_OPTIMIZER):
-        draft.remove(at, "{type} offloads no optimizer states")
         return
     device = draft.get(f"{at}.device")
     if device == "nvme":
@@ -250,7 +232,6 @@ def _convert_offload_optimizer(draft: Draft, source: str | None) -> None:
         )
     elif source != draft.entry.name and device in (None, "none"):
         draft.set(at, _ON_HOST, "{type} runs Adam on the host, which is how it saves device memory")
-    draft.keep_only(at, READ_OF_PLACES, "{type} has no use for it")
     if draft.streams:
         draft.note("{type} streams weights on one rank only: start one process, or remove offload_param")
 
@@ -314,40 +295,19 @@ def _names_itself(draft: Draft, source: str | None) -> bool:
     return source == draft.entry.name and str(draft.get("optimizer.type")).lower() == draft.entry.name
 
 
-def _convert_precision(draft: Draft) -> None:
-    entry = draft.entry
-    if entry.has(Trait.REFUSES_FP16) and draft.get("fp16.enabled") is True:
-        draft.remove("fp16", "{type} does not scale losses, which fp16 needs")
-        draft.set("bf16", {"enabled": True}, "in place of fp16; give Trainer or Accelerate bf16 as well")
-    if entry.has(Trait.REFUSES_FP16) and draft.get("fp16.enabled") == "auto":
-        draft.note("{type} refuses fp16: give Trainer or Accelerate bf16")
-    if draft.get("torch_autocast.enabled") is True:
-        if True in (draft.get("fp16.enabled"), draft.get("bf16.enabled"), draft.get("bfloat16.enabled")):
-            draft.remove("torch_autocast", "autocast is for a float32 model, and this one is in 16 bits")
-        elif entry.has(Trait.REFUSES_FP16) and "b" not in str(
-            draft.get("torch_autocast.dtype")
-        ):  # CUDA's default is float16
-            draft.set("torch_autocast.dtype", "bfloat16", "{type} does not scale losses, which float16 needs")
-    scales = entry.has(Trait.SCALES_LOSS) and not entry.has(Trait.REFUSES_FP16)
-    why = "{type} does not read it" if scales else "{type} does not scale losses"
-    draft.keep_only("fp16", ("enabled", "auto_cast", *(_LOSS_SCALE_KEYS if scales else ())), why)
-    for key in ("bf16", "bfloat16"):
-        draft.keep_only(key, ("enabled",), "it belongs to ZeRO's master weights and gradients")
-
-
-def _convert_section(draft: Draft, *, device_memory_gb: float | None) -> None:
-    """Removes keys of the `ds_zo` section that the backend does not read."""
+def _remove_idle(draft: Draft) -> None:
+    """Removes keys that the backend does not read, or that have no effect beside the others."""
     entry, at = draft.entry, SECTION_AT
-    if device_memory_gb is not None and draft.get(f"{at}.stream.device_memory_gb") is None:
-        draft.set(f"{at}.stream.device_memory_gb", device_memory_gb, "planned for a GPU of this size")
     for path in refused_autos(draft.config):
         if path.startswith(f"{at}."):
             draft.remove(path, 'Trainer and Accelerate refuse "auto" here; left out means the same')
-    for path, mark in marks_in(DsZoConfig, ReadBy):
-        if not entry.has(mark.traits) and mark.value in (None, draft.get(f"{at}.{path}")):
-            who = readers(mark.traits)
-            why = mark.removal.replace("{readers}", who).replace("{read}", "read" if " and " in who else "reads")
-            draft.remove(f"{at}.{path}", why)
+    for path, mark, value in list(unread_keys(draft.config, entry)):
+        is_off = mark.is_feature and mark.refusal is not None and not is_on(value)
+        if mark.removal is not None and mark.value in (None, value) and not is_off:
+            who = readers(mark)
+            draft.remove(
+                path, mark.removal.replace("{readers}", who).replace("{read}", "read" if " and " in who else "reads")
+            )
     if draft.get(f"{at}.checkpoint.trajectory") is not True:
         draft.remove(f"{at}.checkpoint.trajectory_dir", "no trajectory is recorded")
     streams, is_sharded = draft.streams, draft.get("zero_optimization.stage") == 3
@@ -383,18 +343,6 @@ def _clips(draft: Draft) -> bool:
     """Whether the gradient's norm is limited. DeepSpeed's default, and that of Trainer, is 1."""
     by_value = draft.get(f"{draft.params_at}.clip_grad_value") is not None
     return draft.config.get("gradient_clipping") != 0 and not by_value
-
-
-def _convert_clipping(draft: Draft) -> None:
-    if not draft.entry.has(Trait.CLIPS_GRADIENTS):
-        draft.remove("gradient_clipping", "{type} has no gradients to clip; its own limit is clip_projected_grad")
-    elif draft.entry.has(Trait.UPDATES_IN_BACKWARD) and _clips(draft):
-        if draft.get(f"{draft.params_at}.norm_scope") == "group":
-            return
-        draft.note(
-            "{type} computes the norm for gradient_clipping in a backward pass of its own; gradient_clipping 0 "
-            '(max_grad_norm=0 of Trainer) or "norm_scope": "group" avoids it'
-        )
 
 
 def _convert_rates(draft: Draft, source: str | None, start: StartingRate) -> tuple[float, str]:

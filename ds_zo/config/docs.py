@@ -80,7 +80,7 @@ def _row(key: str, info: FieldInfo) -> str:
     meaning = " ".join((info.description or "").split())
     for mark in reversed(info.metadata):
         if isinstance(mark, ReadBy):
-            meaning = meaning.replace("{readers}", readers(mark.traits))
+            meaning = meaning.replace("{readers}", readers(mark))
     cells = (f"`{key}`", _type_text(info), _default_text(info), meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from ds_zo.config.errors import shown
+from ds_zo.config.keys import SECTION_AT
 from ds_zo.config.registry import BackendEntry
 from ds_zo.config.stock import lookup
 
@@ -20,8 +20,6 @@ class _Absent:
 
 ABSENT = _Absent()
 """The value of a key that is not in the JSON."""
-SECTION_AT = "zero_optimization.ds_zo"
-"""Place of the `ds_zo` section, where DeepSpeed refuses it without ds_zo. At the top level DeepSpeed ignores it."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +91,6 @@ class Draft:
         while parent.startswith(SECTION_AT) and not self.object(parent):  # it says nothing
             parent, _, key = parent.rpartition(".")
             (self.object(parent) if parent else self.config).pop(key, None)
-
-    def keep_only(self, path: str, keys: Collection[str], why: str) -> None:
-        for key in [key for key in self.object(path) if key not in keys]:
-            self.remove(f"{path}.{key}", why)
 
     def _record(self, key: str, old: Any, new: Any, why: str) -> None:
         self.changes.append(Change(key, old, new, why.format(type=self.entry.optimizer_type)))

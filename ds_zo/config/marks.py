@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from ds_zo.config.errors import model_in
+from ds_zo.config.stock import is_on
 
 
 class Trait(Flag):
@@ -55,6 +56,7 @@ class Trait(Flag):
     """The backend has `rounding` kahan for weights on the device."""
 
 
+NO_BACKEND = Trait(0)
 MODEL_DTYPE = "the model's dtype"
 """In `ReadBy.without`: the name of the dtype that the JSON gives the model."""
 
@@ -63,8 +65,11 @@ MODEL_DTYPE = "the model's dtype"
 class ReadBy:
     """The backends that read a key. Any other one accepts the values that it acts by anyway, and no others."""
 
-    traits: Trait
-    """A backend with one of these reads the key."""
+    traits: Trait | None = None
+    """A backend with one of these reads the key; None: every backend."""
+
+    unless: Trait = NO_BACKEND
+    """A backend with one of these does not read the key."""
 
     value: Any = None
     """The mark is about this value of the key alone; None: about every value."""
@@ -72,17 +77,26 @@ class ReadBy:
     without: tuple[Any, ...] = ()
     """Values that a backend acts by which does not read the key."""
 
+    is_feature: bool = False
+    """The key switches a feature on, which no backend has that does not read the key."""
+
     refusal: str | None = "{key} belongs to {readers}, got {value} under {backend}; leave it out"
     """The error of another value under such a backend; None: the key is reported as ignored."""
 
-    removal: str = "only {readers} {read} it"
-    """Reason of `ds-zo convert` to remove the key."""
+    is_told: bool = True
+    """False for an ignored key that clients write by themselves, or of which the backend logs a line of its own."""
+
+    removal: str | None = "only {readers} {read} it"
+    """Reason of `ds-zo convert` to remove the key. None: `convert` changes the value, or has no backend to remove it
+    for."""
 
     def concerns(self, value: Any, *, model_dtype: str) -> bool:
         """Whether a backend that does not read the key acts otherwise than by this value. None: the key is left
         out."""
+        if value is None or self.value not in (None, value):
+            return False
         accepted = [model_dtype if other == MODEL_DTYPE else other for other in self.without]
-        return value is not None and self.value in (None, value) and value not in accepted
+        return is_on(value) if self.is_feature else value not in accepted
 
 
 class Needs(Enum):

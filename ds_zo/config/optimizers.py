@@ -12,7 +12,7 @@ from ds_zo.config.base import ConfigModel
 from ds_zo.config.errors import ConfigError, Errors, rule_error, shown
 from ds_zo.config.learning_rates import starting_rate
 from ds_zo.config.settings import Settings
-from ds_zo.config.stock import DTYPE_NAMES, is_on, lookup
+from ds_zo.config.stock import DTYPE_NAMES, lookup
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 MAX_SEED = 2**63 - 1
@@ -103,18 +103,6 @@ class ZOParams(OptimizerParams):
 
     def check_config(self, ds_config: dict[str, Any], config: Settings) -> None:
         errors = Errors()
-        if is_on(lookup(ds_config, "flops_profiler")):
-            text = (
-                "flops_profiler cannot follow the interleaved passes of ZO, got it enabled; set it to false and use "
-                "wall_clock_breakdown"
-            )
-            errors.add(ConfigError(text, at="flops_profiler.enabled"))
-        if config.section.compile_blocks:
-            text = (
-                "compile_blocks belongs to LOMO, AdaLOMO and LSP, got true under ZO, which uses CUDA graphs instead "
-                "(compiled too, it ran at 0.88 to 1.00 of its speed on an H200); leave it out"
-            )
-            errors.add(ConfigError(text, at="ds_zo.compile_blocks"))
         wanted, model, at = self.compute_dtype, DTYPE_NAMES[config.dtype], f"{config.params_at}.compute_dtype"
         if wanted != "auto" and config.dtype is not torch.float32 and wanted != model:
             text = f'compute_dtype must be "auto" or "{model}" with {model}.enabled, got "{wanted}"; leave it out'

@@ -17,10 +17,8 @@ from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from pydantic import BaseModel
 
 from ds_zo.config.errors import ConfigError, shown, suggestion
-from ds_zo.config.marks import ReadBy, Trait, marks_in
+from ds_zo.config.marks import NO_BACKEND, ReadBy, Trait, marks_in
 from ds_zo.config.optimizers import AdaLOMOParams, AdamWParams, LOMOParams, LSPParams, OptimizerParams, ZOParams
-
-_NONE = Trait(0)
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class BackendEntry:
     """Stock values of `optimizer.type`, in lower case, that a JSON may name beside `ds_zo.backend`. The backend calls
     `step()` of the optimizer that it is given."""
 
-    traits: Trait = _NONE
+    traits: Trait = NO_BACKEND
 
     planner: str | None = None
     """Place of the function that estimates memory and time for `ds-zo plan`, as "module:function". It takes a `Model`
@@ -56,9 +54,13 @@ class BackendEntry:
         """Whether the backend has at least one of the traits."""
         return bool(self.traits & traits)
 
+    def reads(self, mark: ReadBy) -> bool:
+        """Whether the backend reads a key with this mark."""
+        return not self.has(mark.unless) and (mark.traits is None or self.has(mark.traits))
+
     def unread(self, model: type[BaseModel]) -> list[str]:
         """Dotted keys of which the backend reads no value."""
-        return [key for key, mark in marks_in(model, ReadBy) if mark.value is None and not self.has(mark.traits)]
+        return [key for key, mark in marks_in(model, ReadBy) if mark.value is None and not self.reads(mark)]
 
 
 def _entry(
@@ -71,7 +73,7 @@ def _entry(
     planner: str | None = None,
 ) -> BackendEntry:
     """`traits`: their names in lower case."""
-    given = _NONE if stock_types else Trait.ROUNDS_UPDATES
+    given = NO_BACKEND if stock_types else Trait.ROUNDS_UPDATES
     for name in traits:
         if name.upper() not in Trait.__members__:
             known = [trait.lower() for trait in Trait.__members__]
@@ -177,9 +179,9 @@ def entry_of(name: str) -> BackendEntry:
     return _entries[name]
 
 
-def readers(traits: Trait) -> str:
-    """Which backends have one of the traits: "ZO and Adapter"."""
-    *others, last = [entry.optimizer_type for entry in entries() if entry.has(traits)]
+def readers(mark: ReadBy) -> str:
+    """Which backends read a key: "ZO and Adapter"."""
+    *others, last = [entry.optimizer_type for entry in entries() if entry.reads(mark)] or ["no backend"]
     return f"{', '.join(others)} and {last}" if others else last
 
 

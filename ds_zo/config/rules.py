@@ -11,46 +11,15 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from ds_zo.config.errors import ConfigError, Errors, is_near, keys_of, shown, suggestion
+from ds_zo.config.keys import unread_keys
 from ds_zo.config.learning_rates import rate_warning
-from ds_zo.config.marks import Needs, ReadBy, Trait, marks_in, written_at, written_with
+from ds_zo.config.marks import Needs, ReadBy, Trait, written_with
 from ds_zo.config.registry import readers
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
-from ds_zo.config.stock import DTYPE_NAMES, is_on, known_keys, lookup
+from ds_zo.config.stock import DTYPE_NAMES, known_keys, lookup
 from ds_zo.versions import REMOVED_FEATURES, refuses_removed_features
 
-REFUSED = {
-    "pipeline": "pipeline stages split the model before ds_zo gets it; remove the section",
-    "hybrid_engine": "the hybrid engine replaces the engine that ds_zo extends; set its enabled to false",
-    "tensor_parallel": "ds_zo places whole parameters, not shards; remove the section",
-    "expert_parallel": "ds_zo places whole parameters, not shards of experts; set its enabled to false",
-    "sequence_parallel_size": "a rank needs whole sequences; set it to 1",
-    "compression_training": "an update applies to weights that are not compressed; remove the section",
-    "zero_optimization.zenflow": "ZenFlow updates weights in its own way; remove it, or use a stock optimizer.type",
-    "checkpoint.load_universal": "a universal checkpoint has weights only as states of ZeRO's optimizers; set it to "
-    "false, and load the checkpoint that it was made of",
-    "compile.deepcompile": "DeepCompile schedules the copies of ZeRO alone; set it to false",
-}
-"""Features of DeepSpeed that are refused, by dotted key: the reason and the remedy."""
-_REDUCTION = "it belongs to DeepSpeed's own reduction of gradients, which {type} does not use"
-UNREAD = {
-    "zero_allow_untested_optimizer": "no optimizer is wrapped by ZeRO here",
-    "aio": "it configures NVMe, which no backend of ds_zo uses",
-    "autotuning": "it searches settings of ZeRO",
-    "communication_data_type": _REDUCTION,
-    "data_types": _REDUCTION,
-    "disable_allgather": _REDUCTION,
-    "gradient_allreduce_op": _REDUCTION,
-    "gradient_predivide_factor": _REDUCTION,
-    "prescale_gradients": _REDUCTION,
-}
-"""Top-level keys of DeepSpeed that no backend reads, with the reason to remove them."""
-_WRITTEN_BY_CLIENTS = ("zero_allow_untested_optimizer",)
-"""Keys of `UNREAD` that Accelerate writes itself, so that their author is not told of them."""
-READ_OF_ZERO = ("stage", "offload_param", "offload_optimizer")
-"""Keys of `zero_optimization` that backends read."""
-READ_OF_PLACES = ("device", "pin_memory")
-"""Keys of `offload_param` and `offload_optimizer` that backends read."""
 _PLACES = {
     key: place
     for place, model in (
@@ -62,7 +31,6 @@ _PLACES = {
     for key in keys_of(model)
 }
 """The section of each key that has no effect at the top level."""
-_REFUSED_OF_ZERO = [path.rpartition(".")[2] for path in REFUSED if path.startswith("zero_optimization.")]
 _ABSOLUTE_SCHEDULERS = ("WarmupLR", "WarmupDecayLR")
 _MOMENTUM_SCHEDULERS = ("OneCycleLR", "CyclicLR")
 
@@ -91,49 +59,28 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
     """Raises for combinations that cannot work."""
     errors = Errors(
         (
-            *_check_refused_features(ds_config),
-            *_check_removed_features(ds_config),
-            *_check_placement(ds_config, config),
+            *_check_readers(ds_config, config),
             *_check_dtypes(config),
             *_check_needs(ds_config, config),
             *_check_momentum(ds_config, config),
+            *_check_kahan(config),
         )
     )
     with errors:
+        check_removed_features(ds_config)
+    with errors:
         config.optimizer.check_config(ds_config, config)
-    for error in _check_readers(config):
-        errors.add(error)
     errors.raise_all()
 
 
 def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
-    """Dotted names of keys that are accepted and have no effect: stock keys, ours for streaming where it is off, and
-    ours that the backend does not read."""
-    ignored = [key for key in UNREAD if ds_config.get(key) is not None and key not in _WRITTEN_BY_CLIENTS]
-    zero = ds_config.get("zero_optimization")
-    ignored += _ignored_of_zero(zero, config) if isinstance(zero, dict) else []
-    if not config.entry.has(Trait.SCALES_LOSS):
-        ignored += [f"fp16.{key}" for key in config.loss_scale.written]
+    """Dotted names of keys that are accepted and have no effect: those that the backend does not read, and ours for
+    streaming where it is off."""
+    ignored = [path for path, mark, _ in _unread(ds_config, config) if mark.refusal is None and mark.is_told]
     ignored += [f"ds_zo.{path}" for path, _ in _idle(config, Needs.COPIES)]
-    ignored += [f"ds_zo.{path}" for path, mark, _ in _unread(config) if mark.refusal is None]
     checkpoint, at = config.section.checkpoint, "ds_zo.checkpoint.trajectory_dir"
     if checkpoint.trajectory_dir is not None and not checkpoint.trajectory and at not in ignored:
         ignored.append(at)
-    return ignored
-
-
-def _ignored_of_zero(zero: dict[str, Any], config: Resolved) -> list[str]:
-    ignored = []
-    for key, value in zero.items():
-        is_read = key in READ_OF_ZERO or key in _REFUSED_OF_ZERO
-        if not config.entry.has(Trait.OFFLOADS_OPTIMIZER):
-            is_read &= not (key == "stage" and config.zero_stage in (1, 2))
-            is_read &= not (key == "offload_optimizer" and (value or {}).get("device") not in (None, "none", "auto"))
-        at = f"zero_optimization.{key}"
-        if not is_read:
-            ignored.append(at)
-        elif key.startswith("offload") and value:
-            ignored += [f"{at}.{inner}" for inner in value if inner not in READ_OF_PLACES]
     return ignored
 
 
@@ -164,41 +111,15 @@ def far_rate(config: Resolved, lr: float, *, at: str, num_trained: int | None = 
     )
 
 
-def _check_refused_features(ds_config: dict[str, Any]) -> Iterator[ConfigError]:
-    for path, why in REFUSED.items():
-        found = lookup(ds_config, path)
-        if is_on(found):
-            yield ConfigError(f"{path} does not work with this backend, got {shown(found)}: {why}", at=path)
-    for path in REMOVED_FEATURES:
-        if is_on(lookup(ds_config, path)):
-            text = f"{path} is a feature that ds_zo does not have, got {shown(lookup(ds_config, path))}; remove the key"
-            yield ConfigError(text, at=path)
-
-
 def check_removed_features(ds_config: dict[str, Any]) -> None:
     """Refuses keys that the installed DeepSpeed refuses, even if the feature is switched off."""
-    Errors(_check_removed_features(ds_config)).raise_all()
-
-
-def _check_removed_features(ds_config: dict[str, Any]) -> Iterator[ConfigError]:
+    errors = Errors()
     for path in REMOVED_FEATURES if refuses_removed_features() else ():
         found = lookup(ds_config, path)
         if found is not None:
-            yield ConfigError(f"DeepSpeed 0.19.8 removed {path}, got {shown(found)}; remove the key", at=path)
-
-
-def _check_placement(ds_config: dict[str, Any], config: Resolved) -> Iterator[ConfigError]:
-    places = ["offload_param"] + (["offload_optimizer"] if config.entry.has(Trait.OFFLOADS_OPTIMIZER) else [])
-    for place in places:
-        if _device(ds_config, place) == "nvme":
-            text = f'{place}.device must be "cpu" or "none" with this backend, got "nvme"; write "cpu"'
-            yield ConfigError(text, at=f"zero_optimization.{place}.device")
-    if config.stream and not config.entry.has(Trait.STREAMS):
-        text = (
-            f'offload_param.device must be "none" under {config.backend}, which does not stream blocks, got "cpu"; '
-            "leave offload_param out"
-        )
-        yield ConfigError(text, at="zero_optimization.offload_param.device")
+            text = f"DeepSpeed 0.19.8 removed {path}, got {shown(found)}; remove the key"
+            errors.add(ConfigError(text, at=path))
+    errors.raise_all()
 
 
 def _check_dtypes(config: Resolved) -> Iterator[ConfigError]:
@@ -218,7 +139,9 @@ def _check_dtypes(config: Resolved) -> Iterator[ConfigError]:
 
 def _check_needs(ds_config: dict[str, Any], config: Resolved) -> Iterator[ConfigError]:
     """Refuses keys that limit memory only with streaming where streaming is off."""
-    if _device(ds_config, "offload_param") == "nvme":  # which is refused, and asks for streaming
+    if (
+        lookup(ds_config, "zero_optimization.offload_param.device") == "nvme"
+    ):  # which is refused, and asks for streaming
         return
     for path, value in _idle(config, Needs.STREAMING):
         if value is not False:
@@ -236,22 +159,25 @@ def _idle(config: Resolved, needs: Needs) -> list[tuple[str, Any]]:
     return written_with(config.section, needs)
 
 
-def _unread(config: Resolved) -> Iterator[tuple[str, ReadBy, Any]]:
-    """Keys of the `ds_zo` section whose values ask for a trait that the backend lacks."""
-    for path, mark in marks_in(DsZoConfig, ReadBy):
-        value = written_at(config.section, path)
-        if not config.entry.has(mark.traits) and mark.concerns(value, model_dtype=DTYPE_NAMES[config.dtype]):
+def _unread(ds_config: dict[str, Any], config: Resolved) -> Iterator[tuple[str, ReadBy, Any]]:
+    """Keys whose values ask for a trait that the backend lacks, with their marks and values."""
+    for path, mark, value in unread_keys(ds_config, config.entry):
+        if mark.concerns(value, model_dtype=DTYPE_NAMES[config.dtype]):
             yield path, mark, value
 
 
-def _check_readers(config: Resolved) -> Iterator[ConfigError]:
+def _check_readers(ds_config: dict[str, Any], config: Resolved) -> Iterator[ConfigError]:
     """Refuses keys that the backend does not read."""
-    facts = {"backend": config.backend, "model": DTYPE_NAMES[config.dtype]}
-    for path, mark, value in _unread(config):
+    facts = {"backend": config.backend, "type": config.entry.optimizer_type, "model": DTYPE_NAMES[config.dtype]}
+    for path, mark, value in _unread(ds_config, config):
         if mark.refusal is not None:
-            key, who = path.rpartition(".")[2], readers(mark.traits)
-            text = mark.refusal.format(path=path, key=key, readers=who, value=shown(value), **facts)
-            yield ConfigError(text, at=f"ds_zo.{path}")
+            key, who = path.rpartition(".")[2], readers(mark)
+            yield ConfigError(
+                mark.refusal.format(path=path, key=key, readers=who, value=shown(value), **facts), at=path
+            )
+
+
+def _check_kahan(config: Resolved) -> Iterator[ConfigError]:
     if config.stream and config.section.rounding == "kahan":
         text = (
             "kahan rounding keeps its rounding errors on the device, so it excludes block streaming, got both; write "
@@ -289,8 +215,3 @@ def _check_momentum(ds_config: dict[str, Any], config: Resolved) -> Iterator[Con
     why = f"{owner}'s betas stay those of optimizer.params" if has_betas else "this backend has no momentum"
     text = f"cycle_momentum of {kind} must be false, because {why}, got {shown(cycles)}"
     yield ConfigError(f"{text}; set cycle_momentum to false", at="scheduler.params.cycle_momentum")
-
-
-def _device(ds_config: dict[str, Any], place: str) -> str:
-    found = lookup(ds_config, f"zero_optimization.{place}.device")
-    return "none" if found in (None, "auto") else str(getattr(found, "value", found))

@@ -185,7 +185,6 @@ class DsZoConfig(ConfigModel):
         ReadBy(
             Trait.COMPILES_BLOCKS,
             without=(False,),
-            refusal="compile_blocks needs a backend that compiles blocks, got true under {backend}; leave it out",
             removal="{type} does not compile blocks",
         ),
         MayDiffer(),

@@ -127,10 +127,12 @@ def lookup(ds_config: dict[str, Any], path: str) -> Any:
 
 
 def is_on(value: Any) -> bool:
-    """Whether a section or switch is on: by its `enabled`, by its parallel sizes, or else by not being empty."""
+    """Whether a section or switch is on: by its `enabled`, `device` or parallel sizes, or else by not being empty."""
     if isinstance(value, dict):
         if "enabled" in value:
             return value["enabled"] is True
+        if "device" in value:
+            return value["device"] not in (None, "none", "auto")
         sizes = [size for key, size in value.items() if key in ("autotp_size", "tp_size", "stages")]
         inner = [part for key, part in value.items() if key in ("tp", "tensor_parallel")]
         if sizes or inner:

@@ -228,7 +228,7 @@ def test_names_are_suggested_where_one_is_misspelt() -> None:
 def test_settings_that_it_cannot_serve_are_refused_or_reported(caplog: pytest.LogCaptureFixture) -> None:
     refused = {
         "offload_param.device must be": {"zero_optimization": {"offload_param": {"device": "cpu"}}},
-        "compile_blocks needs": {"ds_zo": {"compile_blocks": True}},
+        "compile_blocks belongs to LOMO": {"ds_zo": {"compile_blocks": True}},
         "checkpoint.trajectory belongs to ZO": {"ds_zo": {"checkpoint": {"trajectory": True}}},
         "kahan rounding belongs": {"ds_zo": {"rounding": "kahan"}},
     }
