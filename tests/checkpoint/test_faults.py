@@ -31,13 +31,11 @@ OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "replace")
 
 
 class BrokenOs:
-    """`os` whose n-th file operation fails, or after whose n-th operation nothing happens any more (a crash)."""
+    """`os` whose n-th file operation fails."""
 
-    def __init__(
-        self, *, fail_at: int, error: int = errno.EIO, crash: bool = False, operation: str | None = None
-    ) -> None:
+    def __init__(self, *, fail_at: int, operation: str | None = None) -> None:
         self.calls = 0
-        self._fail_at, self._error, self._crash, self._operation = fail_at, error, crash, operation
+        self._fail_at, self._operation = fail_at, operation
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
@@ -46,8 +44,8 @@ class BrokenOs:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
-            if self.calls == self._fail_at or (self._crash and self.calls > self._fail_at):
-                raise KeyboardInterrupt if self._crash else OSError(self._error, os.strerror(self._error))
+            if self.calls == self._fail_at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             return real(*args, **kwargs)
 
         return call
@@ -99,7 +97,7 @@ def test_an_error_at_every_file_operation(
                 engine.save_checkpoint(str(folder), tag="good" if same_tag else "new")
             except CheckpointError as error:
                 failures += 1
-                assert "Input/output error" in str(error) and str(folder) in str(error)
+                assert "No space left" in str(error) and str(folder) in str(error)
         tag = (folder / "latest").read_text()
         reader.load_checkpoint(str(folder))
         step = reader.backend.block_store.log.length
@@ -112,46 +110,8 @@ def test_an_error_at_every_file_operation(
     one_step(engine, BATCHES[3])
 
 
-@pytest.mark.parametrize("same_tag", [False, True])
-def test_a_crash_at_every_file_operation(
-    same_tag: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None
-) -> None:
-    """Nothing after the n-th operation reaches the disk, not even cleaning up."""
-    engine = start("fp32")
-    train(engine, BATCHES[:2])
-    engine.save_checkpoint(str(tmp_path / "a"), tag="good")
-    train(engine, BATCHES[2:3])
-    total = num_operations(engine, tmp_path / "b", monkeypatch)
-    reader = start("fp32")
-    steps = set()
-    for at in range(1, total + 5):
-        folder = tmp_path / f"run{at}"
-        shutil.copytree(tmp_path / "a", folder)
-        with monkeypatch.context() as patch:
-            break_os(patch, BrokenOs(fail_at=at, crash=True))
-            patch.setattr(files, "remove", lambda path, **options: None)
-            with pytest.raises(KeyboardInterrupt) if at <= total else _maybe():
-                engine.save_checkpoint(str(folder), tag="good" if same_tag else "new")
-        reader.load_checkpoint(str(folder))
-        steps.add(reader.backend.block_store.log.length)
-        engine.save_checkpoint(str(folder), tag="after")  # clears what the crash left
-        assert sorted(p.name for p in folder.iterdir()) == sorted(
-            {"after", "good", "latest"} | ({"new"} if manifest.is_checkpoint(folder / "new") else set())
-        )
-        shutil.rmtree(folder)
-    assert steps == {2, 3}
-
-
-class _maybe:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: Any, *rest: Any) -> bool:
-        return kind is None or issubclass(kind, KeyboardInterrupt)
-
-
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
 def test_a_full_disk_in_the_background_surfaces_at_the_next_step(
-    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, same = start("bf16 split", asynchronous=True), start("bf16 split")
     expected = train(same, BATCHES[:6])
@@ -160,12 +120,12 @@ def test_a_full_disk_in_the_background_surfaces_at_the_next_step(
     engine.wait_for_checkpoint()
     losses += train(engine, BATCHES[2:3])
     with monkeypatch.context() as patch:
-        break_os(patch, BrokenOs(fail_at=3, error=error, operation="write"))
+        break_os(patch, BrokenOs(fail_at=3, operation="write"))
         engine.save_checkpoint(str(tmp_path))
         engine._background.wait()
     loss = engine(**BATCHES[3])
     engine.backward(loss)
-    with pytest.raises(CheckpointError, match=os.strerror(error)):
+    with pytest.raises(CheckpointError, match="No space left"):
         engine.step()
     assert engine.global_steps == 4  # a loop that goes on with the next batch has lost no step
     losses += [loss.item(), *train(engine, BATCHES[4:6])]
@@ -332,14 +292,6 @@ def test_another_model_is_refused_before_anything_changes(two_saves: Path) -> No
     assert_same_bits(planes(engine), before)
     assert engine.global_steps == 0
     one_step(engine, tiny_batch("opt", batch_size=2, length=6))
-
-
-def test_other_widths_are_refused(two_saves: Path) -> None:
-    from tests.helpers.zo_runs import Toy
-
-    engine = engine_for(Toy(width=32), zo_json(interval=3))
-    with pytest.raises(CheckpointError, match=r"has shape \(.*\) there and \(.*\) here"):
-        engine.load_checkpoint(str(two_saves))
 
 
 def test_client_state_of_every_plain_kind_comes_back(tmp_path: Path) -> None:

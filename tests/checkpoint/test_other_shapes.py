@@ -48,6 +48,14 @@ def state_of(engine: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in engine.module.state_dict().items()}
 
 
+def assert_refused(engine: Any, folder: Path, match: str, **options: Any) -> None:
+    """And nothing changes."""
+    before = state_of(engine)
+    with pytest.raises(CheckpointError, match=match):
+        engine.load_checkpoint(str(folder), **options)
+    assert all(torch.equal(value, before[key]) for key, value in state_of(engine).items()), folder
+
+
 def wrong_states() -> dict[str, dict[str, torch.Tensor]]:
     right = Headed(seed=1).state_dict()
     return {
@@ -67,9 +75,8 @@ def test_a_model_folder_of_other_shapes_changes_nothing(backend: str, strict: bo
     for name, state in wrong_states().items():
         (tmp_path / name).mkdir()
         save_file(state, tmp_path / name / "model.safetensors")
-        with pytest.raises(CheckpointError, match=r"has (shape|dtype) .* there and .* here.* \([a-z.]+\)$"):
-            engine.load_checkpoint(str(tmp_path / name), load_module_strict=strict)
-        assert all(torch.equal(value, before[key]) for key, value in state_of(engine).items()), name
+        match = r"has (shape|dtype) .* there and .* here.* \([a-z.]+\)$"
+        assert_refused(engine, tmp_path / name, match, load_module_strict=strict)
     save_file(
         {k: v.to(torch.bfloat16) if v.is_floating_point() else v for k, v in before.items()},
         tmp_path / "model.safetensors",
@@ -81,11 +88,8 @@ def test_a_model_folder_of_other_shapes_changes_nothing(backend: str, strict: bo
 @pytest.mark.parametrize(("theirs", "ours"), [("zo", "lsp"), ("lomo", "zo"), ("lsp", "adalomo"), ("zo", "zo")])
 def test_a_checkpoint_of_other_shapes_changes_nothing(theirs: str, ours: str, tmp_path: Path) -> None:
     start(CONFIGS[theirs], Headed(1, seed=1)).save_checkpoint(str(tmp_path))
-    engine = start(CONFIGS[ours], Headed())
-    before = state_of(engine)
-    with pytest.raises(CheckpointError, match=r"head\.(weight|bias) has shape \(1,.*\) there and \(2,.*\) here"):
-        engine.load_checkpoint(str(tmp_path), load_optimizer_states=False)
-    assert all(torch.equal(value, before[key]) for key, value in state_of(engine).items())
+    match = r"head\.(weight|bias) has shape \(1,.*\) there and \(2,.*\) here"
+    assert_refused(start(CONFIGS[ours], Headed()), tmp_path, match, load_optimizer_states=theirs == ours)
 
 
 @pytest.mark.parametrize("backend", CONFIGS)
@@ -93,11 +97,7 @@ def test_a_buffer_of_another_shape_in_an_own_checkpoint_changes_nothing(backend:
     model = Headed(seed=1)
     model.table = torch.ones(1)
     start(CONFIGS[backend], model).save_checkpoint(str(tmp_path))
-    engine = start(CONFIGS[backend], Headed())
-    before = state_of(engine)
-    with pytest.raises(CheckpointError, match=r"table has shape \(1,\) there and \(3,\) here"):
-        engine.load_checkpoint(str(tmp_path))
-    assert all(torch.equal(value, before[key]) for key, value in state_of(engine).items())
+    assert_refused(start(CONFIGS[backend], Headed()), tmp_path, r"table has shape \(1,\) there and \(3,\) here")
 
 
 @pytest.mark.parametrize("backend", ["zo", "lomo"])
@@ -106,11 +106,8 @@ def test_a_stock_checkpoint_of_another_shape_changes_nothing(backend: str, tmp_p
     (tmp_path / "latest").write_text("global_step1")
     state = {"module": Headed(1, seed=1).state_dict()}
     torch.save(state, tmp_path / "global_step1" / "mp_rank_00_model_states.pt")
-    engine = start(CONFIGS[backend], Headed())
-    before = state_of(engine)
-    with pytest.raises(CheckpointError, match=r"head\.bias has shape \(1,\) there and \(2,\) here"):
-        engine.load_checkpoint(str(tmp_path), load_module_only=True)
-    assert all(torch.equal(value, before[key]) for key, value in state_of(engine).items())
+    match = r"head\.bias has shape \(1,\) there and \(2,\) here"
+    assert_refused(start(CONFIGS[backend], Headed()), tmp_path, match, load_module_only=True)
 
 
 @pytest.mark.parametrize("damage", ["cut", "no shard", "no JSON", "no map"])
@@ -128,8 +125,5 @@ def test_a_damaged_model_folder_is_refused_before_anything_changes(damage: str, 
         shard.unlink()
     else:
         index.write_text("{" if damage == "no JSON" else '{"weight_map": [1]}')
-    engine = start(CONFIGS["lomo"], Headed())
-    before = state_of(engine)
-    with pytest.raises(CheckpointError, match=f"whole safetensors files, and those of {tmp_path} can't be read"):
-        engine.load_checkpoint(str(tmp_path))
-    assert all(torch.equal(value, before[key]) for key, value in state_of(engine).items())
+    match = f"whole safetensors files, and those of {tmp_path} can't be read"
+    assert_refused(start(CONFIGS["lomo"], Headed()), tmp_path, match)

@@ -15,7 +15,6 @@ from safetensors import safe_open
 
 from ds_zo.checkpoint import CheckpointError, files
 from ds_zo.checkpoint.encoding import decode, encode
-from tests.helpers.checkpoint_runs import start
 from tests.helpers.zo_runs import Toy, engine_for, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -87,18 +86,6 @@ def test_a_text_enum_comes_back_as_its_text(tmp_path: Path) -> None:
 def test_values_that_files_cannot_hold_are_refused(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"holds dense tensors of the dtypes .* got a .* \(state\.x\)$"):
         encode({"x": value}, {})
-
-
-def test_client_state_with_like_paths_comes_back_from_an_engine(tmp_path: Path) -> None:
-    client = {
-        "ema.w": torch.tensor([1.0]),
-        "ema": {"w": torch.tensor([2.0])},
-        "n": {1: np.array(3.0), "1": np.array(4.0)},
-    }
-    engine = start("fp32")
-    engine.save_checkpoint(str(tmp_path), client_state=client)
-    _, found = engine.load_checkpoint(str(tmp_path))
-    assert all(equal(found[name], value) for name, value in client.items())
 
 
 def test_state_written_before_names_were_made_unique_loads() -> None:

@@ -184,8 +184,6 @@ def test_recovery_further_than_the_replay_log_reaches_with_a_schedule(tmp_path: 
     json_ = zo_json(interval=5, scheduler=schedule, bf16={"enabled": True}, gradient_accumulation_steps=1)
     json_ = with_checkpoint(json_, trajectory=True, trajectory_dir=str(tmp_path / "log"))
     batches = [BATCHES[i % len(BATCHES)] for i in range(75)]
-    from tests.helpers.zo_runs import Toy
-
     first = engine_for(Toy(), json_)
     train(first, batches[:1])
     first.save_checkpoint(str(tmp_path / "saves"))
@@ -248,28 +246,6 @@ def test_replayed_steps_that_were_skipped_are_counted(seed: int, tmp_path: Path)
     assert_same_bits(planes(resumed), planes(first))
 
 
-def test_a_torn_last_record_is_dropped_and_its_step_made_again(tmp_path: Path) -> None:
-    first = start("fp32", trajectory=True)
-    train(first, BATCHES[:1])
-    first.save_checkpoint(str(tmp_path))
-    train(first, BATCHES[1:4])
-    crash(first)
-    file = tmp_path / "trajectory.bin"
-    whole, rows = file.read_bytes(), read_trajectory(file).rows
-    for cut in (1, 5, 15):
-        file.write_bytes(whole[:-cut])
-        assert read_trajectory(file).end_step == 3
-    resumed = start("fp32", trajectory=True)
-    resumed.load_checkpoint(str(tmp_path))
-    assert resumed.global_steps == 3
-    train(resumed, BATCHES[3:5])
-    assert file.read_bytes() == whole[:-15], "another run's file stays as it is"
-    resumed.save_checkpoint(str(tmp_path))
-    assert read_trajectory(file).end_step == 5
-    assert torch.equal(read_trajectory(file).rows[:4].view(torch.int32), rows.view(torch.int32))
-    assert (tmp_path / "trajectory.1.bin").read_bytes() == whole[:-15]
-
-
 @pytest.mark.parametrize("change", ["written", "frozen"])
 def test_what_no_step_made_ends_the_recording_until_the_next_checkpoint(change: str, tmp_path: Path) -> None:
     """Rows that follow it would be applied to other weights than they were."""
@@ -298,60 +274,6 @@ def test_what_no_step_made_ends_the_recording_until_the_next_checkpoint(change: 
     again = start("fp32", trajectory=True)
     again.load_checkpoint(str(tmp_path))
     assert_same_bits(planes(again), planes(resumed))
-
-
-def test_an_older_checkpoint_branches_off_and_the_other_branch_is_kept(tmp_path: Path) -> None:
-    first = start("fp32", trajectory=True)
-    for part in (BATCHES[:2], BATCHES[2:4]):
-        train(first, part)
-        first.save_checkpoint(str(tmp_path))
-    train(first, BATCHES[4:6])
-    crash(first)
-    branch = start("fp32", trajectory=True)
-    branch.load_checkpoint(str(tmp_path), tag="global_step2")
-    assert branch.global_steps == 2
-    train(branch, BATCHES[8:9])
-    crash(branch)
-    # The newest checkpoint is of the other branch, and so is the folder's log until this branch saves.
-    back = start("fp32", trajectory=True)
-    back.load_checkpoint(str(tmp_path))
-    assert back.global_steps == 6
-    assert_same_bits(planes(back), planes(first))
-    branch.save_checkpoint(str(tmp_path))
-    assert read_trajectory(tmp_path / "trajectory.bin").end_step == 3
-    assert read_trajectory(tmp_path / "trajectory.1.bin").end_step == 6
-    back.load_checkpoint(str(tmp_path))
-    assert back.global_steps == 3
-    # The steps of the folder's log are not of this checkpoint, so none is replayed onto it.
-    back.load_checkpoint(str(tmp_path), tag="global_step4")
-    assert back.global_steps == 4
-
-
-def test_a_run_without_a_trajectory_between_two_with_one(tmp_path: Path) -> None:
-    """Its steps are not in the file, and what is in the file is not replayed onto its checkpoint."""
-    first = start("fp32", trajectory=True)
-    train(first, BATCHES[:1])
-    first.save_checkpoint(str(tmp_path))
-    train(first, BATCHES[1:6])
-    crash(first)
-    silent = start("fp32")
-    silent.load_checkpoint(str(tmp_path))
-    assert silent.global_steps == 1
-    train(silent, BATCHES[9:12])
-    silent.save_checkpoint(str(tmp_path))
-    third = start("fp32", trajectory=True)
-    third.load_checkpoint(str(tmp_path))
-    assert third.global_steps == 4
-    assert_same_bits(planes(third), planes(silent))
-    train(third, BATCHES[:1])
-    third.save_checkpoint(str(tmp_path), tag="five")
-    assert read_trajectory(tmp_path / "trajectory.bin").first_step == 4
-    versions = [unit.version for unit in third.backend.block_store.placement.blocks]
-    train(third, BATCHES[1:3])
-    crash(third)
-    replay(tmp_path / "five", tmp_path / "trajectory.bin", step=7, out=tmp_path / "seven")
-    assert_equal(load_file(tmp_path / "seven" / "model.safetensors"), weights(third.module))
-    assert min(versions) < 4, "a block lags behind the first step of the trajectory"
 
 
 @pytest.fixture(params=["fp32", "bf16 split", "bf12 wire", "fp8 split"])

@@ -50,26 +50,6 @@ def loaded(folder: Path, **arguments: Any) -> Any:
 # Whose file it is
 
 
-def test_a_run_that_loads_one_folder_and_saves_to_another_leaves_the_first_as_it_was(tmp_path: Path) -> None:
-    a, b = tmp_path / "a", tmp_path / "b"
-    first = run(a, save_at=3, until=5)
-    before = content(a)
-    fork = loaded(a)
-    assert content(a) == before, "loading writes nothing"
-    train(fork, BATCHES[8:10])
-    fork.save_checkpoint(str(b))
-    assert content(a) == before
-    train(fork, BATCHES[10:12])
-    second = loaded(a)
-    assert second.global_steps == 5
-    assert_same_bits(planes(second), planes(first))
-    resumed = loaded(b)
-    assert resumed.global_steps == 9
-    assert_same_bits(planes(resumed), planes(fork))
-    assert read_trajectory(b / "trajectory.bin").first_step == 0, "any step can be replayed from the one file"
-    assert content(a) == before
-
-
 @pytest.mark.parametrize("how", ["recorded since a resume", "branched by a tag"])
 def test_steps_of_a_log_that_is_younger_than_the_checkpoint_are_made_again(how: str, tmp_path: Path) -> None:
     first = start("fp32", trajectory=how != "recorded since a resume")
@@ -254,19 +234,6 @@ def damage(path: Path, at: int) -> bytes:
     altered[at] ^= 4
     path.write_bytes(altered)
     return bytes(altered)
-
-
-def test_a_bit_of_the_header_is_found_wherever_it_is(tmp_path: Path) -> None:
-    run(tmp_path, save_at=1, until=1)
-    path = tmp_path / "trajectory.bin"
-    whole, header = path.read_bytes(), read_trajectory(path).header
-    for at in [*range(19), *range(19, whole.index(b"\n", 30) + 1, 29)]:
-        damage(path, at)
-        try:
-            assert read_trajectory(path).header == header, f"byte {at}"
-        except CheckpointError as error:
-            assert str(path) in str(error)
-        path.write_bytes(whole)
 
 
 def test_replay_by_a_header_that_was_altered_is_refused(tmp_path: Path, capsys: Any) -> None:

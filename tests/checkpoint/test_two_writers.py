@@ -11,7 +11,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +21,7 @@ from tqdm.std import TqdmDefaultWriteLock
 from ds_zo.checkpoint import CheckpointError, files, manifest, owners
 from ds_zo.checkpoint.reader import open_folder
 from ds_zo.checkpoint.writer import BackgroundWriter, write_checkpoint
-from tests.helpers.small_saves import NUM_PIECES, make_save, save
-
-
-def in_processes(*calls: Callable[[], None]) -> None:
-    children = []
-    for call in calls:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                call()
-                code = 0
-            finally:
-                os._exit(code)
-        children.append(child)
-    assert [os.waitpid(child, 0)[1] for child in children] == [0] * len(children)
-
-
-@pytest.mark.parametrize("same_tags", [False, True])
-def test_every_save_of_two_processes_is_whole(same_tags: bool, tmp_path: Path) -> None:
-    def run(who: str) -> Callable[[], None]:
-        return lambda: [save(tmp_path, f"{who}{i}") for i in range(15)] and None
-
-    in_processes(run("a"), run("a" if same_tags else "b"))
-    tags = {f"{who}{i}" for who in ("a" if same_tags else "ab") for i in range(15)}
-    assert {path.name for path in tmp_path.iterdir()} == {"latest", *tags}
-    for tag in tags:
-        open_folder(tmp_path / tag, progress=False)
-        assert len(list((tmp_path / tag).iterdir())) == NUM_PIECES + 3
-
-
-def test_latest_names_a_whole_checkpoint_while_two_processes_keep_one_each(tmp_path: Path) -> None:
-    """The one that is behind saves steps that `keep_last` of the other would delete at once."""
-
-    def run(first_step: int) -> Callable[[], None]:
-        return lambda: [save(tmp_path, f"step{first_step + i}", keep_last=1) for i in range(20)] and None
-
-    in_processes(run(0), run(1000))
-    tag = (tmp_path / "latest").read_text()
-    open_folder(tmp_path / tag, progress=False)
-    assert {path.name for path in tmp_path.iterdir()} <= {"latest", "step19", "step1019"}
+from tests.helpers.small_saves import make_save, save
 
 
 def test_threads_share_a_background(tmp_path: Path) -> None:
@@ -108,21 +67,6 @@ def test_a_file_that_vanishes_while_a_save_is_written_fails_the_save(tmp_path: P
     with pytest.raises(CheckpointError, match=r"was not written.*weights-00001\.safetensors is missing"):
         save(tmp_path, "after", written=lose, threads=1)
     assert {path.name for path in tmp_path.iterdir()} == {"before", "latest"}
-
-
-def test_a_process_that_was_killed_owns_nothing(tmp_path: Path) -> None:
-    def die() -> None:
-        if len(list(tmp_path.glob("b.writing-*/weights-*"))) == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    child = os.fork()
-    if not child:
-        save(tmp_path, "b", written=die, threads=1)
-        os._exit(0)
-    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
-    assert len(list(tmp_path.glob("b.writing-*"))) == 1
-    save(tmp_path, "a")
-    assert {path.name for path in tmp_path.iterdir()} == {"a", "latest"}
 
 
 @pytest.mark.parametrize("has_locks", [True, False])

@@ -220,7 +220,7 @@ class Runs:
             folder.own = log
 
 
-@pytest.mark.parametrize("case", range(max(2, NUM_CASES // 100)))
+@pytest.mark.parametrize("case", range(max(4, NUM_CASES // 100)))
 def test_runs_that_load_save_fork_and_are_killed_never_mix(case: int, tmp_path: Path) -> None:
     print(f"seed {SEED + case}")
     runs = Runs(tmp_path, random.Random(SEED + case))
