@@ -12,11 +12,11 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from benchmarks.accuracy import by_seed
+from benchmarks.humaneval.task import wilson
 from ds_zo.bench.contenders import ALL, EXACTLY
 from ds_zo.bench.report import host_gb, planned_host_gb, reason_of, shown, speed_range
 from ds_zo.bench.runner import VOID
 from ds_zo.records.rows import Row
-from ds_zo.tasks.humaneval import wilson
 from ds_zo.tasks.score import LOWER_IS_BETTER
 
 Rows = Sequence[Row]

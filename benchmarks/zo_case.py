@@ -166,10 +166,10 @@ def zo(
 
 def mezo(model: nn.Module, *, lr: float) -> PreparedMethod:
     """In-memory MeZO with plain SDPA and no KV cache."""
-    from ds_zo.reference.mezo import MeZO
+    from benchmarks.references import InMemoryMeZO
 
     model = materialise(model)
-    trainer = MeZO(model.eval(), lr=lr, zo_eps=_ZO_EPS)
+    trainer = InMemoryMeZO(model.eval(), lr=lr, zo_eps=_ZO_EPS)
     return PreparedMethod(lambda ids: trainer.step(lambda: model(input_ids=ids, labels=ids, use_cache=False).loss))
 
 

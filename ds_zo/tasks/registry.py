@@ -10,7 +10,6 @@ from ds_zo.tasks.embedded_task import CodeOrText
 from ds_zo.tasks.errors import TaskError
 from ds_zo.tasks.glue import MNLI, MRPC, QNLI, QQP, SST2, STSB, CoLA
 from ds_zo.tasks.heads import HeadTask
-from ds_zo.tasks.humaneval import HumanEval, HumanEvalChat
 from ds_zo.tasks.language import Alpaca, Chat, Text
 from ds_zo.tasks.superglue import CB, COPA, RTE, WSC, BoolQ, MultiRC, WiC
 
@@ -22,7 +21,7 @@ TASKS: dict[str, type[Task]] = {
     for task in (
         *(CodeOrText, SST2, RTE, CB, BoolQ, WSC, WiC, MultiRC, COPA),
         *(CoLA, MRPC, QNLI, QQP, MNLI, STSB),
-        *(Text, Alpaca, Chat, HumanEval, HumanEvalChat),
+        *(Text, Alpaca, Chat),
     )
 }
 

@@ -1,4 +1,4 @@
-"""The engine of a run: DeepSpeed's, or a reference that ds_zo is compared with."""
+"""The engine of a run, and the environment of its process."""
 
 from __future__ import annotations
 
@@ -9,26 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
-import torch
-from deepspeed.accelerator import get_accelerator
-
-from ds_zo.reference.galore import TYPE as GALORE
-from ds_zo.reference.galore import galore_engine
-from ds_zo.reference.mezo_engine import MeZOEngine
-
-REFERENCE = "mezo"
-"""The optimizer.type of in-memory MeZO, which ZO is compared with. DeepSpeed does not know it."""
-REFERENCES = (REFERENCE, GALORE)
-"""The optimizer.type of every reference, in lower case."""
 
 
 def make_engine(model: Any, config: dict[str, Any]) -> Any:
-    kind = str((config.get("optimizer") or {}).get("type", "")).lower()
-    if kind == GALORE:
-        return galore_engine(model, config)
-    if kind == REFERENCE:
-        deepspeed.init_distributed()
-        return MeZOEngine(model, config, device=torch.device(get_accelerator().current_device_name()))
     trainable = [p for p in model.parameters() if p.requires_grad]
     return deepspeed.initialize(model=model, model_parameters=trainable, config=config)[0]
 

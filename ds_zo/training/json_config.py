@@ -15,7 +15,6 @@ from ds_zo.config.json_text import read_object
 from ds_zo.config.stock import block, optimizer_params, read_stock
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_FOLDER
 from ds_zo.tasks.embedded_model import folder_of
-from ds_zo.training.engine import REFERENCES
 from ds_zo.training.errors import UserError
 
 _ADAM = {"betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
@@ -85,7 +84,7 @@ def _check(config: dict[str, Any], args: argparse.Namespace) -> None:
     optimizer_params(optimizer)
     for key in ("bf16", "fp16", "scheduler"):
         block(config, key)
-    if backend_of(config) is None and str(optimizer.get("type")).lower() not in REFERENCES:
+    if backend_of(config) is None:
         check_stock(config)
     else:
         read_stock(without_auto(config), world_size=1)

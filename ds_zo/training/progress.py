@@ -129,7 +129,7 @@ class RunCheckpoints:
                 "a run with --group-by-length resumes with the batch size by which its examples are grouped: the "
                 f"checkpoint has {state['micro_batch']}, got {self._micro_batch} (--batch-size)"
             )
-        groups = getattr(getattr(self._engine, "optimizer", None), "param_groups", [])  # MeZO's engine has none
+        groups = getattr(self._engine.optimizer, "param_groups", [])  # an engine that only evaluates has no optimizer
         rates = [group["lr"] for group in groups]
         if self._args.lr is not None and rates and self._engine.lr_scheduler is None and self._args.lr not in rates:
             raise UserError(

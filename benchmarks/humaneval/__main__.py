@@ -1,6 +1,6 @@
 """Writes the data of the task humaneval, so that several runs and several machines train on the same functions.
 
-    python -m benchmarks.code_data DIR
+    python -m benchmarks.humaneval DIR
 
 DIR/humaneval then holds train.jsonl, dev.jsonl, test.jsonl (functions of installed packages) and HumanEval.jsonl.gz.
 DIR/humaneval-chat holds the same. Pass DIR to launch/sweep.py as --data-root.
@@ -15,9 +15,9 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from benchmarks.humaneval.task import FILE, HumanEval, HumanEvalChat
 from ds_zo.tasks.data import SPLITS
 from ds_zo.tasks.errors import TaskError
-from ds_zo.tasks.humaneval import FILE, HumanEval, HumanEvalChat
 
 
 def main(arguments: list[str] | None = None) -> None:

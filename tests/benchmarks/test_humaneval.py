@@ -16,10 +16,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ds_zo.tasks import DataSource, Evaluator, TaskError, humaneval, make_task, sandbox
-from ds_zo.tasks.code_pairs import Excluded, digest, functions, is_permissive
+from benchmarks.humaneval import sandbox
+from benchmarks.humaneval import task as humaneval
+from benchmarks.humaneval.code_pairs import Excluded, digest, functions, is_permissive
+from benchmarks.humaneval.generation import complete
+from ds_zo.tasks import DataSource, Evaluator, TaskError, make_task
 from ds_zo.tasks.embedded_model import FOLDER
-from ds_zo.tasks.generation import complete
 from ds_zo.training.arguments import parse_args
 from ds_zo.training.job import run
 

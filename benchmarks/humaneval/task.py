@@ -17,13 +17,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ds_zo.tasks import sandbox
+from benchmarks.humaneval import sandbox
+from benchmarks.humaneval.code_pairs import Excluded, collect, digest
+from benchmarks.humaneval.generation import complete
 from ds_zo.tasks.base import LanguageTask
-from ds_zo.tasks.code_pairs import Excluded, collect, digest
 from ds_zo.tasks.data import Row, Split, check_fields, draw_ready, parse_jsonl, read_jsonl
 from ds_zo.tasks.encoding import Encoded, encode_answer
 from ds_zo.tasks.errors import TaskError
-from ds_zo.tasks.generation import complete
+from ds_zo.tasks.registry import register
 from ds_zo.tasks.score import Score
 from ds_zo.tasks.scoring import Evaluator
 
@@ -41,6 +42,7 @@ _NEXT_STATEMENT = re.compile(r"^(?=[^\s])", flags=re.MULTILINE)
 _Z_95 = 1.959964
 
 
+@register
 class HumanEval(LanguageTask):
     """Functions for docstrings. The loss is on the function's body and the end-of-sequence token."""
 
@@ -138,6 +140,7 @@ class HumanEval(LanguageTask):
         return found
 
 
+@register
 class HumanEvalChat(HumanEval):
     """The same in the tokenizer's chat template: the user asks for the function, and the assistant's answer has begun
     with the signature and the docstring."""
