@@ -24,6 +24,7 @@ from ds_zo.config.errors import ConfigError, Errors, shown
 from ds_zo.config.json_text import read_object
 from ds_zo.config.marks import Trait
 from ds_zo.config.rules import check_removed_features
+from ds_zo.config.stock import DTYPE_NAMES
 
 _EXAMPLES = (
     "ds-zo convert ds_config.json --to adalomo --out adalomo.json",
@@ -142,15 +143,12 @@ def _planned(args: argparse.Namespace, ds_config: dict[str, Any], first: Convers
     """The conversion for a model on a GPU, and lines on its memory and speed."""
     from ds_zo.planner import load_model, plan
 
-    config = first.config
-    section = config.get("zero_optimization", {}).get("ds_zo") or {}
-    params = config["optimizer"].get("params", {}) if "optimizer" in config else section.get("params") or {}
-    dtype, batch = _dtype(config), args.batch if args.batch is not None else _micro_batch(config)
+    dtype, batch = _dtype(first), args.batch if args.batch is not None else _micro_batch(first.config)
     if batch < 1 or args.seq < 2:
         raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {args.seq} (--batch, --seq)")
     rates = machine_rates(args, dtype=dtype)
     decides = args.device_memory_gb is not None
-    stream = _written(section.get("stream") or {})
+    stream = first.resolved.section.stream.model_dump(exclude_unset=True)
     model = load_model(args.model, batch=batch, seq=args.seq, dtype=dtype, rates=rates)
     form: dict[str, Any] = {}
     for form in ({}, *(_IN_4_BITS if args.to == "adapter" and "frozen_dtype" not in stream else ())):
@@ -160,8 +158,8 @@ def _planned(args: argparse.Namespace, ds_config: dict[str, Any], first: Convers
             host_memory_gb=args.host_memory_gb,
             backends=[args.to],
             stream=stream | form,
-            params=_written(params),
-            offload=None if decides else first.streams,
+            params=first.resolved.optimizer.model_dump(exclude_unset=True),
+            offload=None if decides else first.resolved.stream,
         )
         estimate = found[args.to]
         if estimate.fits:
@@ -184,7 +182,7 @@ def _planned(args: argparse.Namespace, ds_config: dict[str, Any], first: Convers
         f"host memory, {estimate.step_s * 1e3:.0f} ms a step, {found.tokens_per_s(estimate):,.0f} tokens/s",
         *(f"plan: {note}" for note in estimate.notes),
     ]
-    resolved = check(converted.config)
+    resolved = converted.resolved
     one_pass = getattr(resolved.optimizer, "norm_scope", None) == "group"
     if resolved.entry.has(Trait.UPDATES_IN_BACKWARD) and resolved.gradient_clipping and not one_pass:
         lines.append("plan: the time is that of one backward pass; gradient_clipping adds another")
@@ -202,13 +200,8 @@ def _micro_batch(config: dict[str, Any]) -> int:
     return micro or max(1, (total or 1) // (steps or 1))
 
 
-def _written(keys: dict[str, Any]) -> dict[str, Any]:
-    """The keys that have a value."""
-    return {key: value for key, value in keys.items() if value is not None and value != "auto"}
-
-
-def _dtype(config: dict[str, Any]) -> Any:
-    fp16, bf16, bfloat16 = ((config.get(key) or {}).get("enabled") for key in ("fp16", "bf16", "bfloat16"))
-    if fp16 is True:
-        return "fp16"
-    return "bf16" if True in (bf16, bfloat16) or "auto" in (bf16, fp16) else "fp32"
+def _dtype(found: Conversion) -> Any:
+    """The dtype of the JSON. Where a client chooses it, that is bf16."""
+    autos = {"fp16.enabled", "bf16.enabled"} & {*autos_of(found.config)}
+    written = DTYPE_NAMES[found.resolved.dtype]
+    return "bf16" if autos and written == "fp32" else written

@@ -18,10 +18,16 @@ class ConfigModel(DeepSpeedConfigModel):
     """Keys of earlier versions: why there is none of this name, and the remedy."""
 
     def __init__(self, /, **data: Any) -> None:
-        # null and "auto" mean the same as leaving a key out. DeepSpeed's own __init__ is not called: it would take a
-        # key named "strict" for its argument, and it handles deprecated fields, which we do not have.
-        BaseModel.__init__(self, **{k: v for k, v in data.items() if v is not None and not _is_auto(v)})
+        # DeepSpeed's own __init__ is not called: it would take a key named "strict" for its argument, and it handles
+        # deprecated fields, which we do not have.
+        BaseModel.__init__(self, **{k: v for k, v in data.items() if is_written(v)})
 
 
-def _is_auto(value: Any) -> bool:
-    return isinstance(value, str) and value == "auto"
+def is_written(value: Any) -> bool:
+    """Whether a value in a JSON stands for one. null and "auto" mean the same as leaving the key out."""
+    return value is not None and not (isinstance(value, str) and value == "auto")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value in a JSON is a number. true and false are none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

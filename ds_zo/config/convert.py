@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
+from ds_zo.config.base import is_number, is_written
 from ds_zo.config.draft import Change, Draft
 from ds_zo.config.errors import ConfigError, Errors, shown, type_remedy
 from ds_zo.config.keys import SECTION_AT, unread_keys
@@ -23,23 +24,12 @@ from ds_zo.config.registry import entry_of, readers, unknown_optimizer
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.rules import check_top_level, far_rate
+from ds_zo.config.schedulers import MOMENTUM_SCHEDULERS, OTHER_RATES, peak_key, peak_rate
 from ds_zo.config.section import KAHAN_REMOVAL, DsZoConfig
 from ds_zo.config.stock import block, is_on, lookup, optimizer_params, read_stock
 
 _FILLED = ("lr", "weight_decay", "betas", "eps")
 """Keys of `optimizer.params` in which Trainer or Accelerate replace "auto". They refuse it in keys of ours."""
-PEAK_RATES = {
-    "WarmupLR": "warmup_max_lr",
-    "WarmupDecayLR": "warmup_max_lr",
-    "OneCycle": "cycle_max_lr",
-    "OneCycleLR": "max_lr",
-    "CyclicLR": "max_lr",
-}
-"""The key of a scheduler's largest learning rate, for schedulers that do not scale the optimizer's."""
-_DECAY_DEFAULT_PEAK = 1e-3
-"""WarmupDecayLR's `warmup_max_lr` where it is left out."""
-_OTHER_RATES = ("warmup_min_lr", "cycle_min_lr", "base_lr", "eta_min", "min_lr", "lr_range_test_min_lr")
-"""Keys of schedulers with smaller learning rates."""
 _DEFAULT_LR = 1e-3
 """Learning rate of Adam and AdamW where the JSON names none."""
 _MAX_DECAY = 1000.0
@@ -58,8 +48,7 @@ class Conversion:
     lr: float
     """The learning rate to start from."""
     lr_source: str
-    streams: bool
-    """Whether blocks stream from the host."""
+    resolved: Resolved
 
 
 def convert(
@@ -78,7 +67,12 @@ def convert(
     device memory of a streamed run. `num_parameters` chooses the learning rate; None: that of a 7B model.
     """
     entry = entry_of(to)
-    source = _check_source(ds_config)
+    source = backend_of(ds_config)
+    # A misspelt key would be removed as unused.
+    if source is None:
+        check_stock(ds_config)
+    else:
+        check(ds_config)
     draft = Draft(ds_config, entry)
     if not draft.config.get("optimizer"):
         draft.remove("optimizer", "it is empty, so the script makes the optimizer")
@@ -101,14 +95,13 @@ def convert(
             "{type} computes the norm for gradient_clipping in a backward pass of its own; gradient_clipping 0 "
             '(max_grad_norm=0 of Trainer) or "norm_scope": "group" avoids it'
         )
-    resolved = check(draft.config)
-    return Conversion(draft.config, tuple(draft.changes), tuple(draft.notes), lr, lr_source, resolved.stream)
+    return Conversion(draft.config, tuple(draft.changes), tuple(draft.notes), lr, lr_source, check(draft.config))
 
 
 def check(ds_config: dict[str, Any]) -> Resolved:
     """Resolves a JSON as if Trainer or Accelerate had replaced each "auto"; the world is one rank."""
     plain = without_auto(ds_config)
-    peak = _peak(plain)
+    peak = peak_rate(plain)
     if peak is not None and lookup(plain, "optimizer.params.lr") == "auto":  # Trainer insists that they are equal
         plain["optimizer"] = {**plain["optimizer"], "params": {**plain["optimizer"]["params"], "lr": peak}}
     return resolve(plain, client_optimizer="optimizer" not in ds_config, world_size=1)
@@ -118,8 +111,8 @@ def rate_warning_of(ds_config: dict[str, Any], resolved: Resolved) -> str | None
     """The warning of a learning rate far from the usual ones; None for a usual one, and where the script names it."""
     if resolved.params_at != "optimizer.params":
         return None
-    peak = _peak(ds_config)
-    at = "optimizer.params.lr" if peak is None else f"scheduler.params.{PEAK_RATES[ds_config['scheduler']['type']]}"
+    peak = peak_rate(ds_config)
+    at = "optimizer.params.lr" if peak is None else f"scheduler.params.{peak_key(ds_config['scheduler'])}"
     return far_rate(resolved, resolved.optimizer.lr if peak is None else peak, at=at)
 
 
@@ -142,16 +135,6 @@ def refused_autos(ds_config: Mapping[str, Any]) -> list[str]:
     filled = {f"optimizer.params.{key}" for key in _FILLED}
     ours = ("optimizer.params.", "ds_zo.", "zero_optimization.ds_zo.")
     return [path for path in autos_of(ds_config) if path.startswith(ours) and path not in filled]
-
-
-def _check_source(ds_config: dict[str, Any]) -> str | None:
-    """Refuses a JSON with errors, because a misspelt key would be removed as unused. Returns its backend of ours."""
-    source = backend_of(ds_config)
-    if source is not None:
-        check(ds_config)
-        return source
-    check_stock(ds_config)
-    return None
 
 
 def check_stock(ds_config: dict[str, Any]) -> None:
@@ -178,7 +161,7 @@ def _check_stock_optimizer(optimizer: dict[str, Any]) -> None:
         params = optimizer_params(optimizer)
     for key in ("lr", "weight_decay", "eps"):
         found = params.get(key, "auto")
-        if found != "auto" and not _is_number(found):
+        if found != "auto" and not is_number(found):
             text = f"{key} must be a number, got {shown(found)}; {type_remedy(found) or 'write a number'}"
             errors.add(ConfigError(text, at=f"optimizer.params.{key}"))
     errors.raise_all()
@@ -259,55 +242,37 @@ def _convert_stage(draft: Draft, stage: Any) -> None:
 
 
 def _convert_optimizer(draft: Draft, source: str | None) -> None:
-    entry = draft.entry
-    owner = draft.get("optimizer.type") or "another optimizer"
-    if source is not None:
-        owner = entry_of(source).optimizer_type
+    entry, written = draft.entry, draft.get("optimizer.type")
+    owner = written or "another optimizer" if source is None else entry_of(source).optimizer_type
+    names_itself = source == entry.name == str(written).lower()
+    draft.remove("optimizer.legacy_fusion", "it chooses among DeepSpeed's own optimizers")
     if draft.is_client:
-        draft.set(
-            f"{SECTION_AT}.backend", entry.name, "the script makes its own optimizer, so the section names {type}"
-        )
-    elif entry.stock_types and not _names_itself(draft, source):
-        if str(draft.get("optimizer.type")).lower() not in entry.stock_types:
+        why = "the script makes its own optimizer, so the section names {type}"
+        draft.set(f"{SECTION_AT}.backend", entry.name, why)
+    elif entry.stock_types and not names_itself:
+        if str(written).lower() not in entry.stock_types:
             draft.set("optimizer.type", "AdamW", "AdamW trains the adapters")
-        draft.set(
-            f"{SECTION_AT}.backend", entry.name, "the section names {type}, which calls the optimizer of the JSON"
-        )
-        draft.remove("optimizer.legacy_fusion", "it chooses among DeepSpeed's own optimizers")
+        why = "the section names {type}, which calls the optimizer of the JSON"
+        draft.set(f"{SECTION_AT}.backend", entry.name, why)
     else:
         if source != entry.name:
             draft.set("optimizer.type", entry.optimizer_type, "the update is {type}'s")
         draft.remove(f"{SECTION_AT}.backend", "optimizer.type names the backend")
-        draft.remove("optimizer.legacy_fusion", "it chooses among DeepSpeed's own optimizers")
-    known = entry.params.model_fields
-    for key, value in list(draft.object(draft.params_at).items()):
-        if key not in known:
+    for key in list(draft.object(draft.params_at)):
+        if key not in entry.params.model_fields:
             whose = "stock optimizers" if key in STOCK_PARAMS else owner
             draft.remove(f"{draft.params_at}.{key}", f"a parameter of {whose}; {{type}} has none of this name")
-        elif value == "auto" and key not in _FILLED:
-            draft.remove(
-                f"{draft.params_at}.{key}", 'Trainer and Accelerate refuse "auto" here; left out means the same'
-            )
-
-
-def _names_itself(draft: Draft, source: str | None) -> bool:
-    """Whether `optimizer.type` of the source is the name of the backend that it is converted to."""
-    return source == draft.entry.name and str(draft.get("optimizer.type")).lower() == draft.entry.name
 
 
 def _remove_idle(draft: Draft) -> None:
     """Removes keys that the backend does not read, or that have no effect beside the others."""
     entry, at = draft.entry, SECTION_AT
     for path in refused_autos(draft.config):
-        if path.startswith(f"{at}."):
-            draft.remove(path, 'Trainer and Accelerate refuse "auto" here; left out means the same')
+        draft.remove(path, 'Trainer and Accelerate refuse "auto" here; left out means the same')
     for path, mark, value in list(unread_keys(draft.config, entry)):
         is_off = mark.is_feature and mark.refusal is not None and not is_on(value)
         if mark.removal is not None and mark.value in (None, value) and not is_off:
-            who = readers(mark)
-            draft.remove(
-                path, mark.removal.replace("{readers}", who).replace("{read}", "read" if " and " in who else "reads")
-            )
+            draft.remove(path, mark.removal.replace("{readers}", readers(mark)))
     if draft.get(f"{at}.checkpoint.trajectory") is not True:
         draft.remove(f"{at}.checkpoint.trajectory_dir", "no trajectory is recorded")
     streams, is_sharded = draft.streams, draft.get("zero_optimization.stage") == 3
@@ -350,8 +315,8 @@ def _convert_rates(draft: Draft, source: str | None, start: StartingRate) -> tup
     entry = draft.entry
     at = "optimizer.params.lr"
     written = draft.get(at)
-    old = _peak(draft.config) or (written if _is_number(written) else None)
-    if draft.get("scheduler.type") in ("OneCycleLR", "CyclicLR"):
+    old = peak_rate(draft.config) or (written if is_number(written) else None)
+    if draft.get("scheduler.type") in MOMENTUM_SCHEDULERS:
         draft.set("scheduler.params.cycle_momentum", False, "no backend follows a cycled momentum")
     if source == entry.name:
         return (old, "as the JSON has it") if old is not None else (start.lr, start.basis)
@@ -383,43 +348,26 @@ def _type_before(draft: Draft) -> Any:
     return next((c.old for c in draft.changes if c.key == "optimizer.type"), draft.get("optimizer.type"))
 
 
-def _peak(ds_config: dict[str, Any]) -> float | None:
-    """The largest learning rate of a scheduler that does not scale the optimizer's; None for one that does."""
-    kind = lookup(ds_config, "scheduler.type")
-    if not isinstance(kind, str) or kind not in PEAK_RATES:
-        return None
-    found = lookup(ds_config, f"scheduler.params.{PEAK_RATES[kind]}")
-    if found is None and kind == "WarmupDecayLR":
-        return _DECAY_DEFAULT_PEAK
-    rates = [rate for rate in (found if isinstance(found, list) else [found]) if _is_number(rate)]
-    return max(rates, default=None)
-
-
 def _scale_schedule(draft: Draft, *, old: float | None, lr: float) -> None:
     """Scales the learning rates of the scheduler as `lr` differs from `old`."""
     at, kind = "scheduler.params", draft.get("scheduler.type")
-    peak = PEAK_RATES.get(kind, "")
-    for key in (peak, *_OTHER_RATES):
-        found = draft.object(at).get(key)
-        if found is None or found == "auto" or not any(found if isinstance(found, list) else [found]):
-            continue
-        if old == lr:
+    for key in (peak_key(draft.get("scheduler")) or "", *OTHER_RATES):
+        found: Any = draft.object(at).get(key)
+        if old == lr or not is_written(found) or not any(found if isinstance(found, list) else [found]):
             continue
         if old:
             scaled = [_times(rate, lr / old) for rate in found] if isinstance(found, list) else _times(found, lr / old)
             draft.set(f"{at}.{key}", scaled, "it follows the learning rate")
         else:
             draft.note(f"{at}.{key} {shown(found)} is a learning rate of its own: choose it for {{type}}'s")
-    if kind == "WarmupDecayLR" and draft.get(f"{at}.{peak}") is None:
-        draft.set(
-            f"{at}.{peak}", lr, f"it follows the learning rate; WarmupDecayLR's default is {_DECAY_DEFAULT_PEAK:g}"
-        )
+    if kind == "WarmupDecayLR" and draft.get(f"{at}.warmup_max_lr") is None:
+        draft.set(f"{at}.warmup_max_lr", lr, "it follows the learning rate, which WarmupDecayLR's default does not")
 
 
 def _scale_weight_decay(draft: Draft, *, old: float | None, lr: float) -> None:
     at = "optimizer.params.weight_decay"
     decay = draft.get(at)
-    if not _is_number(decay) or not decay:
+    if not is_number(decay) or not decay:
         return
     if old is None:
         draft.note(f"a step multiplies weights by 1 - lr * weight_decay: choose {at} {decay:g} anew, for the new lr")
@@ -430,7 +378,3 @@ def _scale_weight_decay(draft: Draft, *, old: float | None, lr: float) -> None:
 
 def _times(value: float, factor: float) -> float:
     return float(f"{value * factor:.6g}")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

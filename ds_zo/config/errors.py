@@ -124,7 +124,7 @@ def _translated(detail: ErrorDetails, model: type[BaseModel], *, at: str) -> Con
         path += [field] if field else []
     else:
         text = _cause(detail, path, model)
-    return ConfigError(text, at=".".join([at, *path]))
+    return ConfigError(text, at=".".join(filter(None, [at, *path])))
 
 
 def _cause(detail: ErrorDetails, path: list[str], model: type[BaseModel]) -> str:
@@ -162,6 +162,8 @@ def _cause(detail: ErrorDetails, path: list[str], model: type[BaseModel]) -> str
 
 def type_remedy(value: Any) -> str | None:
     """A remedy for a number or a switch of the wrong type; None where the value does not show its meaning."""
+    if value == "auto":
+        return 'write a value, because only Trainer and Accelerate replace "auto", and DeepSpeed does not'
     if isinstance(value, str):
         try:
             float(value)

@@ -86,7 +86,7 @@ class ReadBy:
     is_told: bool = True
     """False for an ignored key that clients write by themselves, or of which the backend logs a line of its own."""
 
-    removal: str | None = "only {readers} {read} it"
+    removal: str | None = "it belongs to {readers}"
     """Reason of `ds-zo convert` to remove the key. None: `convert` changes the value, or has no backend to remove it
     for."""
 

@@ -38,6 +38,11 @@ class OptimizerParams(ConfigModel):
     weight_decay: float = Field(0.0, ge=0, le=1000)
     """Decoupled weight decay: each step multiplies the weights by 1 - lr * weight_decay."""
 
+    @classmethod
+    def foreign_keys(cls) -> frozenset[str]:
+        """Parameters of stock optimizers that the backend does not have."""
+        return STOCK_PARAMS - cls.model_fields.keys()
+
     @property
     def ranks_per_batch(self) -> int:
         """Number of ranks that train on one batch."""

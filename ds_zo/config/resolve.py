@@ -8,7 +8,7 @@ from typing import Any
 
 from ds_zo.config.errors import ConfigError, Errors, is_near, shown, suggestion
 from ds_zo.config.marks import Trait
-from ds_zo.config.optimizers import STOCK_PARAMS, OptimizerParams
+from ds_zo.config.optimizers import OptimizerParams
 from ds_zo.config.registry import backend_names, entries, entry_of
 from ds_zo.config.resolved import Resolved
 from ds_zo.config.rules import check_rules, check_top_level, ignored_keys, warnings_for
@@ -80,47 +80,31 @@ def resolve(
     entry, errors = entry_of(backend), Errors()
     with errors:
         check_top_level(ds_config)
-    in_type, in_section = _backend_in_type(ds_config) is not None, block(ds_config, "ds_zo").get("params")
+    in_type, section_params = _backend_in_type(ds_config) is not None, block(ds_config, "ds_zo").get("params")
+    params_at = "optimizer.params" if in_type else "ds_zo.params"
     with errors:
         section = parse(DsZoConfig, block(ds_config, "ds_zo"), at="ds_zo")
     with errors:
-        if isinstance(in_section, dict):
-            _check_section_params(in_section, in_type=in_type)
+        _check_section_params(section_params, in_type=in_type)
     with errors:
-        params, foreign = _own_and_foreign_params(ds_config, entry.params)
-        if isinstance(in_section, dict) and not in_type:
-            optimizer = parse(entry.params, in_section, at="ds_zo.params")
-        else:
-            optimizer = parse(entry.params, params, at="optimizer.params")
+        written = _own_params(block(ds_config, "optimizer"), entry.params) if in_type else section_params
+        optimizer = parse(entry.params, written if isinstance(written, dict) else {}, at=params_at)
     with errors:
         stock = read_stock(ds_config, world_size=world_size)
     errors.raise_all()
-    param_place, optimizer_place = stock.zero.offload_param, stock.zero.offload_optimizer
+    clipping = 0.0 if optimizer.clips_by_value and not stock.clipping_explicit else stock.gradient_clipping
+    offloads = stock.offload_optimizer and entry.has(Trait.OFFLOADS_OPTIMIZER)
     config = Resolved(
+        **{**vars(stock), "gradient_clipping": clipping, "offload_optimizer": offloads},
         backend=backend,
         optimizer=optimizer,
         section=section,
-        dtype=stock.dtype,
-        autocast=stock.autocast,
-        stream=param_place is not None and param_place.device == "cpu",
-        pin_memory=param_place is not None and param_place.pin_memory,
-        zero_stage=int(stock.zero.stage),
-        offload_optimizer=entry.has(Trait.OFFLOADS_OPTIMIZER)
-        and optimizer_place is not None
-        and optimizer_place.device == "cpu",
-        gradient_clipping=0.0 if optimizer.clips_by_value and not stock.clipping_explicit else stock.gradient_clipping,
-        clipping_explicit=stock.clipping_explicit,
-        gradient_accumulation_steps=stock.gradient_accumulation_steps,
-        loss_scale=stock.loss_scale,
-        params_at="optimizer.params" if _backend_in_type(ds_config) else "ds_zo.params",
+        params_at=params_at,
         trains=trains,
     )
     check_rules(ds_config, config)
-    return replace(
-        config,
-        ignored=tuple([f"optimizer.params.{key}" for key in foreign] + ignored_keys(ds_config, config)),
-        warnings=tuple(warnings_for(ds_config, config)),
-    )
+    ignored = ignored_keys(ds_config, config)
+    return replace(config, ignored=tuple(ignored), warnings=tuple(warnings_for(ds_config, config)))
 
 
 def resolve_for_evaluation(ds_config: dict[str, Any]) -> Resolved:
@@ -133,8 +117,7 @@ def resolve_for_evaluation(ds_config: dict[str, Any]) -> Resolved:
     section = parse(DsZoConfig, block(ds_config, "ds_zo"), at="ds_zo")
     if section.params is not None:
         _select(ds_config, client_optimizer=False)  # refuses params without a backend
-    place = read_stock(ds_config, world_size=None).zero.offload_param
-    streams = place is not None and place.device == "cpu"
+    streams = read_stock(ds_config, world_size=None).stream
     entry = next(e for e in entries() if e.has(Trait.STORES_OTHER_DTYPES if streams else Trait.SHARDS_DEVICE))
     unread = {*entry.unread(StreamConfig)} - {"wire_dtype", "frozen_dtype"}  # refused without streaming
     used = {"backend": entry.name, "stream": section.stream.model_dump(exclude_unset=True, exclude=unread)}
@@ -205,30 +188,25 @@ def _select(ds_config: dict[str, Any], *, client_optimizer: bool) -> str:
     return in_type or in_section or ""
 
 
-def _check_section_params(params: dict[str, Any], *, in_type: bool) -> None:
+def _check_section_params(params: Any, *, in_type: bool) -> None:
     """Refuses `ds_zo.params` beside an `optimizer` block, and keys in it that belong to the script's own optimizer."""
+    if not isinstance(params, dict):
+        return
     if in_type:
-        text = (
-            f"params goes with ds_zo.backend, got {shown(params)} beside an optimizer block; move its keys into "
-            "optimizer.params"
-        )
-        raise ConfigError(text, at="ds_zo.params")
+        text = f"params goes with ds_zo.backend, got {shown(params)} beside an optimizer block"
+        raise ConfigError(f"{text}; move its keys into optimizer.params", at="ds_zo.params")
     errors = Errors()
     for key in _GROUP_KEYS:
         if params.get(key) is not None:
-            text = (
-                f"{key} belongs to the optimizer that the script makes, got {shown(params[key])}; set it there, or "
-                "write an optimizer block instead of ds_zo.backend"
+            text = f"{key} belongs to the optimizer that the script makes, got {shown(params[key])}; set it there, or "
+            errors.add(
+                ConfigError(f"{text}write an optimizer block instead of ds_zo.backend", at=f"ds_zo.params.{key}")
             )
-            errors.add(ConfigError(text, at=f"ds_zo.params.{key}"))
     errors.raise_all()
 
 
-def _own_and_foreign_params(
-    ds_config: dict[str, Any], model: type[OptimizerParams]
-) -> tuple[dict[str, Any], list[str]]:
-    """`optimizer.params` without parameters of stock optimizers, and the names of the latter."""
-    optimizer = block(ds_config, "optimizer")
+def _own_params(optimizer: dict[str, Any], model: type[OptimizerParams]) -> dict[str, Any]:
+    """`optimizer.params` without parameters of stock optimizers."""
     errors = Errors()
     for key, value in optimizer.items():
         if key not in _OPTIMIZER_KEYS:
@@ -236,8 +214,4 @@ def _own_and_foreign_params(
             remedy = "move it into optimizer.params" if known_param else suggestion(str(key), _OPTIMIZER_KEYS)
             errors.add(ConfigError(f'unknown key "{key}" with value {shown(value)}; {remedy}', at=f"optimizer.{key}"))
     errors.raise_all()
-    params = optimizer_params(optimizer)
-    foreign = STOCK_PARAMS - model.model_fields.keys()
-    own = {key: value for key, value in params.items() if key not in foreign}
-    named = [key for key, value in params.items() if key in foreign and value is not None and value != "auto"]
-    return own, named
+    return {key: value for key, value in optimizer_params(optimizer).items() if key not in model.foreign_keys()}

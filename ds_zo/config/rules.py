@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+from ds_zo.config.base import is_written
 from ds_zo.config.errors import ConfigError, Errors, is_near, keys_of, shown, suggestion
 from ds_zo.config.keys import unread_keys
 from ds_zo.config.learning_rates import rate_warning
 from ds_zo.config.marks import Needs, ReadBy, Trait, written_with
 from ds_zo.config.registry import readers
 from ds_zo.config.resolved import Resolved
+from ds_zo.config.schedulers import MOMENTUM_SCHEDULERS, scheduler_warning
 from ds_zo.config.section import CheckpointConfig, DsZoConfig, StreamConfig
 from ds_zo.config.stock import DTYPE_NAMES, known_keys, lookup
 from ds_zo.versions import REMOVED_FEATURES, refuses_removed_features
@@ -31,8 +31,6 @@ _PLACES = {
     for key in keys_of(model)
 }
 """The section of each key that has no effect at the top level."""
-_ABSOLUTE_SCHEDULERS = ("WarmupLR", "WarmupDecayLR")
-_MOMENTUM_SCHEDULERS = ("OneCycleLR", "CyclicLR")
 
 
 def check_top_level(ds_config: dict[str, Any]) -> None:
@@ -76,7 +74,9 @@ def check_rules(ds_config: dict[str, Any], config: Resolved) -> None:
 def ignored_keys(ds_config: dict[str, Any], config: Resolved) -> list[str]:
     """Dotted names of keys that are accepted and have no effect: those that the backend does not read, and ours for
     streaming where it is off."""
-    ignored = [path for path, mark, _ in _unread(ds_config, config) if mark.refusal is None and mark.is_told]
+    params, foreign = lookup(ds_config, "optimizer.params") or {}, config.optimizer.foreign_keys()
+    ignored = [f"optimizer.params.{key}" for key, value in params.items() if key in foreign and is_written(value)]
+    ignored += [path for path, mark, _ in _unread(ds_config, config) if mark.refusal is None and mark.is_told]
     ignored += [f"ds_zo.{path}" for path, _ in _idle(config, Needs.COPIES)]
     checkpoint, at = config.section.checkpoint, "ds_zo.checkpoint.trajectory_dir"
     if checkpoint.trajectory_dir is not None and not checkpoint.trajectory and at not in ignored:
@@ -186,29 +186,11 @@ def _check_kahan(config: Resolved) -> Iterator[ConfigError]:
         yield ConfigError(text, at="ds_zo.rounding")
 
 
-def scheduler_warning(ds_config: dict[str, Any], lr: float, *, at: str) -> list[str]:
-    """A warning that WarmupLR and WarmupDecayLR raise the rate to their own `warmup_max_lr`, not to the optimizer's.
-
-    Where `warmup_max_lr` is left out, WarmupLR uses the optimizer's rate, and WarmupDecayLR a number.
-    """
-    kind = lookup(ds_config, "scheduler.type")
-    if kind not in _ABSOLUTE_SCHEDULERS:
-        return []
-    default = inspect.signature(getattr(lr_schedules, kind)).parameters["warmup_max_lr"].default
-    peak = (lookup(ds_config, "scheduler.params") or {}).get("warmup_max_lr", default)
-    if peak in (lr, "auto", None):
-        return []
-    return [
-        f"scheduler {kind} raises the learning rate to its own warmup_max_lr {shown(peak)}, not to {at} {lr:g}; set "
-        "warmup_max_lr to the rate you want, or use WarmupCosineLR, which scales lr"
-    ]
-
-
 def _check_momentum(ds_config: dict[str, Any], config: Resolved) -> Iterator[ConfigError]:
     """Refuses cycled momentum before the model is moved. torch's cyclic schedulers fail without momentum after that."""
     kind = lookup(ds_config, "scheduler.type")
     cycles = lookup(ds_config, "scheduler.params.cycle_momentum")
-    if kind not in _MOMENTUM_SCHEDULERS or cycles is False or config.params_at != "optimizer.params":
+    if kind not in MOMENTUM_SCHEDULERS or cycles is False or config.params_at != "optimizer.params":
         return
     has_betas = "betas" in type(config.optimizer).model_fields
     owner = config.entry.optimizer_type

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
 from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ds_zo.config.errors import ConfigError, Errors, shown, suggestion, translate, type_remedy
+from ds_zo.config.errors import ConfigError, Errors, shown, translate
+from ds_zo.config.schedulers import check_scheduler
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -27,16 +25,25 @@ _NULLABLE = ("ds_zo", "bf16")
 _TYPED = ("optimizer", "scheduler")
 _KEYS_OF_INITIALIZE = frozenset({"data_parallel_size", "sequence_parallel_size"})
 """Top-level keys that `deepspeed.initialize` reads itself."""
-_SCHEDULER_MODULES = (lr_schedules, torch.optim.lr_scheduler)
-_AUTOCAST_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "torch.bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "torch.float16": torch.float16,
-}
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Numbers(BaseModel):
+    """DeepSpeed's top-level numbers."""
+
+    model_config = _STRICT
+    gradient_clipping: float | None = Field(None, ge=0)
+    gradient_accumulation_steps: int | None = Field(None, ge=1)
+    train_batch_size: int | None = Field(None, ge=1)
+    train_micro_batch_size_per_gpu: int | None = Field(None, ge=1)
+
+
+class _Autocast(BaseModel):
+    """The keys of `torch_autocast` that this package reads."""
+
+    model_config = _STRICT
+    enabled: bool = False
+    dtype: Any = None
 
 
 @dataclass(frozen=True)
@@ -51,16 +58,33 @@ class LossScale:
     written: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StockKeys:
-    """Values of DeepSpeed's keys that have the same meaning under our backends."""
+    """Values of DeepSpeed's keys that have the same meaning under our backends, with DeepSpeed's defaults filled in."""
 
     dtype: torch.dtype
+    """Dtype of the model's parameters."""
+
     autocast: torch.dtype | None
+    """Dtype of `torch_autocast`; None where it is off."""
+
     loss_scale: LossScale
-    zero: DeepSpeedZeroConfig
+
+    stream: bool
+    """Whether blocks are streamed from the host: `offload_param.device` is "cpu"."""
+
+    pin_memory: bool
+    zero_stage: int
+
+    offload_optimizer: bool
+    """Whether Adam runs on the CPU: `offload_optimizer.device` is "cpu", and the backend reads it."""
+
     gradient_clipping: float
+    """Largest gradient norm; 0 for no limit. With LOMO's `clip_grad_value` the default is 0, not DeepSpeed's."""
+
     clipping_explicit: bool
+    """Whether the JSON contains `gradient_clipping`; otherwise it is DeepSpeed's default."""
+
     gradient_accumulation_steps: int
 
 
@@ -74,27 +98,29 @@ def read_stock(ds_config: dict[str, Any], *, world_size: int | None) -> StockKey
     with errors:
         bf16 = parse(DeepSpeedBF16Config, block(ds_config, bf16_key), at=bf16_key)
     with errors:
-        _check_scheduler(block(ds_config, "scheduler"))
+        check_scheduler(block(ds_config, "scheduler"))
     with errors:
-        clipping = number(ds_config, "gradient_clipping")
+        numbers = parse(_Numbers, {key: ds_config[key] for key in _Numbers.model_fields if key in ds_config}, at="")
     with errors:
-        autocast = _autocast(ds_config)
+        autocast = _autocast(parse(_Autocast, block(ds_config, "torch_autocast"), at="torch_autocast"))
     with errors:
         zero = _zero(ds_config)
-    with errors:
-        accumulation_steps = _accumulation_steps(ds_config, world_size)
     errors.raise_all()
     if fp16.enabled and bf16.enabled:
         text = "a model has one dtype, got both fp16.enabled and bf16.enabled true; set one of them to false"
         raise ConfigError(text, at=f"{bf16_key}.enabled")
+    param, optimizer, clipping = zero.offload_param, zero.offload_optimizer, numbers.gradient_clipping
     return StockKeys(
         dtype=torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else torch.float32,
         autocast=autocast,
         loss_scale=loss_scale,
-        zero=zero,
+        stream=param is not None and param.device == "cpu",
+        pin_memory=param is not None and param.pin_memory,
+        zero_stage=int(zero.stage),
+        offload_optimizer=optimizer is not None and optimizer.device == "cpu",
         gradient_clipping=GRADIENT_CLIPPING_DEFAULT if clipping is None else clipping,
         clipping_explicit=clipping is not None,
-        gradient_accumulation_steps=accumulation_steps,
+        gradient_accumulation_steps=_accumulation_steps(numbers, world_size),
     )
 
 
@@ -180,46 +206,10 @@ def parse(model: type[Model], data: dict[str, Any], *, at: str) -> Model:
         raise translate(error, model, at=at) from None
 
 
-def number(ds_config: dict[str, Any], key: str) -> float | None:
-    """A finite number >= 0 at a top-level key; None where it is left out."""
-    found = ds_config.get(key)
-    if found is None:
-        return None
-    if isinstance(found, bool) or not isinstance(found, (int, float)):
-        raise ConfigError(f"{key} must be a number, got {shown(found)}; {_number_remedy(found)}", at=key)
-    if not math.isfinite(found) or found < 0:
-        raise ConfigError(f"{key} must be finite and >= 0, got {shown(found)}; write 0 to switch it off", at=key)
-    return float(found)
-
-
-def count(ds_config: dict[str, Any], key: str) -> int | None:
-    """An integer >= 1 at a top-level key; None where it is left out."""
-    found = ds_config.get(key)
-    if found is None:
-        return None
-    if isinstance(found, bool) or not isinstance(found, int):
-        raise ConfigError(f"{key} must be an integer, got {shown(found)}; {_number_remedy(found)}", at=key)
-    if found < 1:
-        raise ConfigError(f"{key} must be >= 1, got {found}; write 1 or more", at=key)
-    return found
-
-
-def _number_remedy(value: Any) -> str:
-    if value == "auto":
-        return 'write a number, because only Trainer and Accelerate replace "auto", and DeepSpeed does not'
-    return type_remedy(value) or "write a number"
-
-
-def _accumulation_steps(ds_config: dict[str, Any], world_size: int | None) -> int:
+def _accumulation_steps(numbers: _Numbers, world_size: int | None) -> int:
     """The accumulation steps as DeepSpeed computes them: as written, else from the two batch sizes, else 1."""
-    errors = Errors()
-    with errors:
-        written = count(ds_config, "gradient_accumulation_steps")
-    with errors:
-        total = count(ds_config, "train_batch_size")
-    with errors:
-        micro = count(ds_config, "train_micro_batch_size_per_gpu")
-    errors.raise_all()
+    written, total = numbers.gradient_accumulation_steps, numbers.train_batch_size
+    micro = numbers.train_micro_batch_size_per_gpu
     if written is not None or total is None or micro is None:
         return written or 1
     if world_size is None:
@@ -229,7 +219,6 @@ def _accumulation_steps(ds_config: dict[str, Any], world_size: int | None) -> in
 
 
 def _loss_scale(fp16: DeepSpeedFP16Config) -> LossScale:
-    keys = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
     if fp16.enabled and not 0 <= fp16.initial_scale_power <= MAX_SCALE_POWER:
         text = (
             f"initial_scale_power must be in 0..{MAX_SCALE_POWER} for 2 ** power to be a float32, "
@@ -239,8 +228,8 @@ def _loss_scale(fp16: DeepSpeedFP16Config) -> LossScale:
     if fp16.enabled and fp16.hysteresis < 1:
         text = f"hysteresis must be >= 1, got {fp16.hysteresis}; leave it out for the default 2"
         raise ConfigError(text, at="fp16.hysteresis")
-    written = tuple(key for key in keys if key in fp16.model_fields_set)
-    return LossScale(**{key: getattr(fp16, key) for key in keys}, written=written)
+    values = {field.name: getattr(fp16, field.name) for field in fields(LossScale) if field.name != "written"}
+    return LossScale(**values, written=tuple(key for key in values if key in fp16.model_fields_set))
 
 
 def _zero(ds_config: dict[str, Any]) -> DeepSpeedZeroConfig:
@@ -250,49 +239,16 @@ def _zero(ds_config: dict[str, Any]) -> DeepSpeedZeroConfig:
     return parse(DeepSpeedZeroConfig, block(ds_config, "zero_optimization"), at="zero_optimization")
 
 
-def _check_scheduler(settings: dict[str, Any]) -> None:
-    """Refuses a wrong scheduler before the model is moved. DeepSpeed makes the scheduler after that."""
-    name, params = settings.get("type"), settings.get("params")
-    if name is None:
-        return
-    maker = next((getattr(module, str(name)) for module in _SCHEDULER_MODULES if hasattr(module, str(name))), None)
-    if maker is None:
-        known = [key for module in _SCHEDULER_MODULES for key in vars(module) if key.endswith("LR") and key[0] != "_"]
-        text = f"type must be a scheduler of DeepSpeed or torch.optim.lr_scheduler, got {shown(name)}"
-        raise ConfigError(f"{text}; {suggestion(str(name), known)}", at="scheduler.type")
-    if not isinstance(params, dict):
-        text = f"params must be an object, got {shown(params)}; write {{...}}, which may be empty"
-        raise ConfigError(text, at="scheduler.params")
-    try:
-        inspect.signature(maker).bind(None, **params)
-    except TypeError as error:
-        text = f"params must be those of {name}, got {shown(params)}: {error}; correct them"
-        raise ConfigError(text, at="scheduler.params") from None
-    errors = Errors()
-    for key, value in params.items():
-        is_rate = key.endswith("lr") or key == "eta_min"
-        for entry in value if isinstance(value, list) else [value]:
-            remedy = type_remedy(entry) if isinstance(entry, str) else None
-            if entry != "auto" and (remedy or (is_rate and isinstance(entry, (str, dict)))):
-                rule = "must be a number" if is_rate else "must not be in quotes"
-                text = f"{key} {rule}, got {shown(entry)}; {remedy or 'write a number'}"
-                errors.add(ConfigError(text, at=f"scheduler.params.{key}"))
-    errors.raise_all()
-
-
-def _autocast(ds_config: dict[str, Any]) -> torch.dtype | None:
-    settings = block(ds_config, "torch_autocast")
-    enabled, dtype = settings.get("enabled", False), settings.get("dtype")
-    if not isinstance(enabled, bool):
-        text = f"enabled must be true or false, got {shown(enabled)}; {type_remedy(enabled) or 'write true or false'}"
-        raise ConfigError(text, at="torch_autocast.enabled")
-    if not enabled:
+def _autocast(settings: _Autocast) -> torch.dtype | None:
+    if not settings.enabled:
         return None
-    if dtype is None:
+    if settings.dtype is None:
         return torch.get_autocast_dtype(get_accelerator().device_name())
-    if isinstance(dtype, torch.dtype):
-        dtype = str(dtype)
-    if not isinstance(dtype, str) or dtype not in _AUTOCAST_DTYPES:
-        text = f"dtype must be bfloat16 or float16, got {shown(dtype)}; write one of them"
+    try:
+        found = DtypeEnum(settings.dtype).value
+    except ValueError:
+        found = None
+    if found not in (torch.bfloat16, torch.float16):
+        text = f"dtype must be bfloat16 or float16, got {shown(settings.dtype)}; write one of them"
         raise ConfigError(text, at="torch_autocast.dtype")
-    return _AUTOCAST_DTYPES[dtype]
+    return found

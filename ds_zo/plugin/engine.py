@@ -47,7 +47,7 @@ from ds_zo.checkpoint.files import hash_json
 from ds_zo.checkpoint.writer import BackgroundWriter
 from ds_zo.config import Resolved
 from ds_zo.config.agreement import check_agreement, shared_settings
-from ds_zo.config.rules import scheduler_warning
+from ds_zo.config.schedulers import scheduler_warning
 from ds_zo.logs import warn
 from ds_zo.plugin.checkpointing import CheckpointingEngine
 from ds_zo.plugin.checks import check_optimizer

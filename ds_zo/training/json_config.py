@@ -10,8 +10,9 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 
 from ds_zo.config import backend_of, with_section_on_top
-from ds_zo.config.convert import PEAK_RATES, autos_of, check_stock, without_auto
+from ds_zo.config.convert import autos_of, check_stock, without_auto
 from ds_zo.config.json_text import read_object
+from ds_zo.config.schedulers import PEAK_RATES
 from ds_zo.config.stock import block, optimizer_params, read_stock
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED_FOLDER
 from ds_zo.tasks.embedded_model import folder_of
