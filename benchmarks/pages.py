@@ -5,7 +5,8 @@
 
 A page marks the place of a block by two comments on lines of their own, `<!-- rows: NAME -->` and `<!-- /rows -->`. The
 text between them is replaced by the block of that name in `blocks/`, or the recipe of that name, and by nothing while a
-block has no rows. A page has no measured figure outside such blocks, so new rows need no edit by hand.
+block has no rows. The block `keys` has the tables of JSON keys. A page has no measured figure outside such blocks, so
+new rows need no edit by hand.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import blocks, pictures, recipes
+from ds_zo.config.docs import key_tables
 from ds_zo.records.prose import wrapped
 
 REPO = Path(__file__).parents[1]
@@ -28,10 +30,10 @@ def text_of(name: str) -> str:
     """The Markdown of a block."""
     if name in blocks.specs():
         return blocks.text_of(name)
-    if name not in recipes.blocks():
-        known = ", ".join([*blocks.specs(), *recipes.blocks()])
-        raise ValueError(f"a block of rows must be one of {known}, got {name}; rename it")
-    return recipes.blocks()[name]
+    others = {"keys": key_tables(), **recipes.blocks()}
+    if name not in others:
+        raise ValueError(f"a block must be one of {', '.join([*blocks.specs(), *others])}, got {name}; rename it")
+    return others[name]
 
 
 def filled(text: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import types
-from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -16,9 +15,6 @@ from ds_zo.config.marks import ReadBy
 from ds_zo.config.optimizers import OptimizerParams
 from ds_zo.config.registry import backend_names, entries, readers
 from ds_zo.config.section import BackendName, CheckpointConfig, DsZoConfig, StreamConfig
-
-BEGIN = "<!-- keys: written by `python -m ds_zo.config --write`, not by hand -->"
-END = "<!-- end of keys -->"
 
 _SECTIONS: dict[str, type[BaseModel]] = {
     "`ds_zo`": DsZoConfig,
@@ -59,15 +55,6 @@ def _params_tables() -> list[str]:
                 owners = " and ".join(types_with[inner])
                 tables.append(_table(f"`optimizer.params.{key}` of {owners}", inner, None))
     return tables
-
-
-def write_tables(path: Path) -> None:
-    """Replaces the text between the markers of a Markdown file by the tables."""
-    head, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    _, found, tail = rest.partition(END)
-    if not found:
-        raise ValueError(f"{path} must hold the two marker lines {BEGIN} and {END}; add them where the tables go")
-    path.write_text(f"{head}{BEGIN}\n\n{key_tables()}\n\n{END}{tail}", encoding="utf-8")
 
 
 def _table(title: str, model: type[BaseModel], without: type[BaseModel] | None) -> str:

@@ -18,7 +18,7 @@ from ds_zo.config import BACKENDS, ConfigError, backend_of
 from ds_zo.config.convert import Conversion, check, convert
 from ds_zo.config.draft import ABSENT
 from ds_zo.config.learning_rates import STARTING_RATES, starting_rate
-from ds_zo.config.stock import read_stock
+from ds_zo.config.stock import lookup, read_stock
 from ds_zo.training.arguments import parse_args
 from ds_zo.training.json_config import read_config
 from tests.helpers.client_jsons import BUCKETS, OF_CLIENTS, ON_HOST, PRECISION, STAGE3, WARMUP
@@ -260,32 +260,27 @@ def test_schedule_and_decay_follow_the_learning_rate() -> None:
         assert params["lr"] * params["weight_decay"] == pytest.approx(2e-7)
 
 
-def test_adapters_train_at_a_rate_of_adapters() -> None:
-    """AdamW's rate for all weights is too small for LoRA. A larger one was chosen for it."""
-    stock = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
-    assert converted(stock, "adapter").config["optimizer"]["params"]["lr"] == 1e-4
-    stock["optimizer"]["params"]["lr"] = 3e-4
-    assert converted(stock, "adapter").config["optimizer"]["params"]["lr"] == 3e-4
+FP16 = {"enabled": True, "loss_scale": 0}
 
 
-def test_accumulation_is_said_to_become_small_updates() -> None:
-    stock = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "optimizer": {"type": "AdamW"}}
-    for to in ("lomo", "adalomo"):
-        found = converted(stock, to)
-        assert found.config["optimizer"]["params"]["accumulation"] == "sequential"
-        assert "each micro-batch makes a small update" in str(found.changes)
-    assert "accumulation" not in converted(stock, "zo").config["optimizer"]["params"]
-
-
-def test_fp16_stays_where_losses_are_scaled() -> None:
-    stock = {
-        "train_micro_batch_size_per_gpu": 1,
-        "fp16": {"enabled": True, "loss_scale": 0},
-        "optimizer": {"type": "Adam"},
-    }
-    assert converted(stock, "zo").config["fp16"] == {"enabled": True}
-    for to in ("lomo", "lsp"):
-        assert converted(stock, to).config["fp16"] == stock["fp16"]
+@pytest.mark.parametrize(
+    ("to", "stock", "at", "expected"),
+    [
+        ("adapter", {"optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}, "optimizer.params.lr", 1e-4),  # of LoRA
+        ("adapter", {"optimizer": {"type": "AdamW", "params": {"lr": 3e-4}}}, "optimizer.params.lr", 3e-4),  # chosen
+        ("lomo", {"gradient_accumulation_steps": 8}, "optimizer.params.accumulation", "sequential"),
+        ("adalomo", {"gradient_accumulation_steps": 8}, "optimizer.params.accumulation", "sequential"),
+        ("zo", {"gradient_accumulation_steps": 8}, "optimizer.params.accumulation", None),
+        ("zo", {"fp16": FP16}, "fp16", {"enabled": True}),  # it scales no losses
+        ("lomo", {"fp16": FP16}, "fp16", FP16),
+        ("lsp", {"fp16": FP16}, "fp16", FP16),
+    ],
+)
+def test_a_value_is_that_of_the_backend(to: str, stock: dict[str, Any], at: str, expected: Any) -> None:
+    found = converted({"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, **stock}, to)
+    assert lookup(found.config, at) == expected
+    small_updates = "each micro-batch makes a small update" in str(found.changes)
+    assert small_updates == (expected == "sequential")
 
 
 def test_keys_of_another_backend_go() -> None:
