@@ -2,6 +2,9 @@
 
 All writes of checkpoints go through this module. So one place shows the order in which bytes reach the disk, and tests
 can interrupt it there.
+
+safetensors' own writer is not used: it takes all tensors of a file at once, and neither hashes nor fsyncs what it has
+written.
 """
 
 from __future__ import annotations

@@ -82,10 +82,11 @@ def replay_perturb(
 
     For every element of a trainable segment, in float32:
 
-        x = decode(src, low_in, exponents_in) for each entry:  x = x * decay[group];  for each direction d:  x = x -
-        coefficient[group, d] * z(its step, d) if dst:  dst, low_out, exponents_out = encode(x);  x = decode(dst)
-        without low, so that out and pair start from it if out:  out = x + scale * z(step, direction) if pair: pair = x
-        - scale * z(step, direction)
+    1. x = decode(src, low_in, exponents_in).
+    2. For each entry: x = x * decay[group], then for each direction d x = x - coefficient[group, d] * z(its step, d).
+    3. With dst: dst, low_out, exponents_out = encode(x). Then x = decode(dst) without low, for out and pair.
+    4. With out: out = x + scale * z(step, direction).
+    5. With pair: pair = x - scale * z(step, direction).
 
     `log` is a ring buffer of rows [step as int32 bits, decay of each group, coefficients of group 0 by direction, of
     group 1, ...]. Entries first_entry .. first_entry + num_entries - 1 are taken modulo its length. The host does not

@@ -1,4 +1,7 @@
-"""Loss scaling, which keeps fp16 gradients within range."""
+"""Loss scaling, which keeps fp16 gradients within range.
+
+DeepSpeed's `DynamicLossScaler` is not used: it waits one step longer than `loss_scale_window`, and cannot be saved.
+"""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def _seconds(
         seconds[i, Kind.COMPUTE] = max(noise + num_passes * cost.kernel_s, on_host)
         seconds[i, Kind.UPLOAD] = (unit.nbytes + unit.low_nbytes * folds) / up
         seconds[i, Kind.DOWNLOAD] = (unit.nbytes + unit.low_nbytes) / down
-    outside = [u for units in placement.entered_by.values() for u in units] + placement.ambient
+    outside = [u for units in placement.entered_by.values() for u in units] + placement.pass_long
     noise = sum(_noise_s(u, rates, pending=1, folds=1, num_passes=num_passes, params=params) for u in outside)
     on_host = num_passes * trace.non_blocks.launch_s + len(outside) * _VISIT_LAUNCH_S
     seconds[pricing.NON_BLOCKS, Kind.COMPUTE] = max(noise + num_passes * trace.non_blocks.kernel_s, on_host)

@@ -69,7 +69,7 @@ def device_bytes(
     low_too = all_stay or low_stays
     sizes = sorted((u.nbytes + (u.low_nbytes if low_too else 0) for u in placement.blocks), reverse=True)
     return DeviceBytes(
-        non_blocks=sum(u.nbytes + u.low_nbytes for u in (*placement.leaf_units, *placement.ambient)),
+        non_blocks=sum(u.nbytes + u.low_nbytes for u in (*placement.leaf_units, *placement.pass_long)),
         scratch=0,
         slots=0 if all_stay else num_slots * largest,
         low_slots=0 if all_stay else num_low_slots * largest_low,

@@ -41,7 +41,7 @@ class Placement:
     leaf_units: list[Unit]
     """Units of leaf modules (without parameters in submodules) that belong to no block. Always resident; materialised
     while one of the modules that own them runs."""
-    ambient: list[Unit]
+    pass_long: list[Unit]
     """Resident units that are used through a whole forward, such as parameters of modules that contain other modules.
     Each perturbed pass of a step needs its own working copy of them."""
     entered_by: dict[nn.Module, list[Unit]]
@@ -57,7 +57,7 @@ class Placement:
 
     @property
     def units(self) -> list[Unit]:
-        return [*self.blocks, *self.leaf_units, *self.ambient]
+        return [*self.blocks, *self.leaf_units, *self.pass_long]
 
     @property
     def narrow(self) -> bool:
@@ -152,12 +152,12 @@ def plan_units(
         make(n, blocks[n], placed, i, is_block=True) for i, (n, placed) in enumerate(in_block.items()) if placed
     ]
     leaf_units: list[Unit] = []
-    ambient: list[Unit] = []
+    pass_long: list[Unit] = []
     unit_of: dict[int, Unit] = {}
     for m, placed_list in outside.items():
         leaf = all(next(child.parameters(), None) is None for child in m.children())
         unit = make(placed_list[0].name.rpartition(".")[0] or "(root)", m, placed_list, 0, is_block=False)
-        (leaf_units if leaf else ambient).append(unit)
+        (leaf_units if leaf else pass_long).append(unit)
         for placed in placed_list:
             unit_of[id(placed.parameter)] = unit
     leaf_ids = {id(u) for u in leaf_units}
@@ -183,7 +183,7 @@ def plan_units(
     return Placement(
         block_units,
         leaf_units,
-        ambient,
+        pass_long,
         entered_by,
         scratch_nbytes=max(largest_leaf, in_blocks),
         pair_scratch_nbytes=max(largest_leaf, in_blocks + pair),

@@ -141,5 +141,5 @@ def test_another_subspace_is_refused_before_anything_changes(tmp_path: Path) -> 
     assert_same_run(everything(other), before)
     state = other.backend.state_dict()
     del state["layout"]  # as version 1 wrote it
-    with pytest.raises(CheckpointError, match="layout 2, the checkpoint's in 1"):
+    with pytest.raises(CheckpointError, match="layout 3, the checkpoint's in 1"):
         other.backend.check_state(state)

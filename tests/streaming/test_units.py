@@ -188,7 +188,7 @@ def test_adapters_in_a_frozen_block_stay_on_the_device() -> None:
     for layer in model.model.layers:
         layer.self_attn.q_proj.requires_grad_(True)
     placement = planned(model)
-    resident = {p.name for unit in (*placement.leaf_units, *placement.ambient) for p in unit.placed}
+    resident = {p.name for unit in (*placement.leaf_units, *placement.pass_long) for p in unit.placed}
     adapters = {n for n, p in model.named_parameters() if p.requires_grad}
     assert adapters <= resident
     assert all(not p.trainable for unit in placement.blocks for p in unit.placed)
@@ -198,7 +198,7 @@ def test_adapters_in_a_frozen_block_stay_on_the_device() -> None:
         assert beside >= block.scratch_nbytes and beside + adapter.scratch_nbytes <= placement.scratch_nbytes
 
 
-def test_a_parameter_of_a_module_with_children_is_ambient() -> None:
+def test_a_parameter_of_a_module_with_children_is_pass_long() -> None:
     class Root(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -206,7 +206,7 @@ def test_a_parameter_of_a_module_with_children_is_ambient() -> None:
             self.inner = nn.Linear(3, 3)
 
     placement = planned(Root())
-    assert [[p.name for p in u.placed] for u in placement.ambient] == [["scale"]]
+    assert [[p.name for p in u.placed] for u in placement.pass_long] == [["scale"]]
     assert [[p.name for p in u.placed] for u in placement.leaf_units] == [["inner.weight", "inner.bias"]]
 
 

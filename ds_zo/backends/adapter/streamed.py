@@ -23,7 +23,7 @@ from ds_zo.backends.common.frozen_format import plan_frozen_format
 from ds_zo.backends.common.startup import StartupSummary, formats_of, summary_of_blocks
 from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
 from ds_zo.backends.recompute.blocks import refuse_router_logits
-from ds_zo.backends.recompute.wrapping import SingleBackward, forward_pass
+from ds_zo.backends.recompute.wrapping import RecomputedBlocks, forward_pass
 from ds_zo.config import Resolved
 from ds_zo.records.environment import host_free_bytes
 from ds_zo.streaming.budget import budget_nbytes, decodes_by_matrix, decoding_nbytes
@@ -199,7 +199,7 @@ class FrozenModuleState(RecomputedModuleState):
                     put_back(self._module, placed.parameter)
 
 
-class StreamedBase(SingleBackward):
+class StreamedBase(RecomputedBlocks):
     """The block store of a model, its recomputed blocks, and the passes over them."""
 
     block_store: FrozenBlockStore

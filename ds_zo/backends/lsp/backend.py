@@ -46,11 +46,11 @@ from ds_zo.backends.lsp.scheduler import UpdateQueue
 from ds_zo.backends.lsp.shared_groups import SharedHostGroup
 from ds_zo.backends.lsp.state import (
     LAYOUT,
-    check_layout,
     check_matrix_states,
     gather_owned_states,
     load_matrix_states,
     matrix_states,
+    saved_matrices,
 )
 from ds_zo.backends.lsp.streamed import StreamedBlocks, without_caches
 from ds_zo.backends.lsp.weights import UpdateOnAccessState
@@ -336,11 +336,10 @@ class LSPBackend(Backend):
         calibration = self._calibration.state_dict()
         scaler = None if self._scaler is None else self._scaler.state_dict()
         own = {"step": self._num_steps, "calibration": calibration, "scaler": scaler}
-        return {**own, "layout": LAYOUT, "slots": matrices}
+        return {**own, "layout": LAYOUT, "matrices": matrices}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        check_layout(state.get("layout", 1))
-        check_matrix_states(self._groups.matrices_and_moments(), state["slots"])
+        check_matrix_states(self._groups.matrices_and_moments(), saved_matrices(state))
         int(state["step"]), int(state["calibration"]["checked_step"])
         if state.get("scaler") is not None:
             [float(state["scaler"][name]) for name in ("scale", "num_clean", "overflows_left")]
@@ -348,7 +347,7 @@ class LSPBackend(Backend):
     def load_state_dict(self, state: Mapping[str, Any], *, load_optimizer_states: bool = True) -> None:
         self.apply_pending_updates()
         self.zero_grad()
-        saved = state["slots"] if load_optimizer_states else {}
+        saved = saved_matrices(state) if load_optimizer_states else {}
         self._num_steps = int(state["step"]) if load_optimizer_states else 0
         self._calibration.load_state_dict(state["calibration"] if load_optimizer_states else None)
         if self._scaler is not None:

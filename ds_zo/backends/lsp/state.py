@@ -16,8 +16,10 @@ from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.config import LSPParams
 from ds_zo.projectors.sparse import SparseProjector
 
-LAYOUT = 2
-"""Version of the stored format. Layout 2 stores the states of a matrix transposed, as the products read them."""
+LAYOUT = 3
+"""Version of the stored format. From layout 2 on, the states of a matrix are transposed, as the products read them."""
+_KEYS = {2: "slots", LAYOUT: "matrices"}
+"""The key of the matrices' states, for each layout that can be loaded."""
 
 
 def matrix_states(
@@ -44,12 +46,15 @@ def matrix_states(
     return found
 
 
-def check_layout(layout: int) -> None:
-    if layout != LAYOUT:
+def saved_matrices(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The states of matrices in a checkpoint, by name. Raises if they have a layout that cannot be loaded."""
+    layout = state.get("layout", 1)
+    if layout not in _KEYS:
         raise CheckpointError(
             f"LSP's states are stored in layout {LAYOUT}, the checkpoint's in {layout}: resume it with the version of "
             "ds_zo that wrote it, or take its weights alone (load_optimizer_states=False)"
         )
+    return dict(state[_KEYS[layout]])
 
 
 def check_matrix_states(matrices_and_moments: Iterable[MatrixAndMoments], states: Mapping[str, Any]) -> None:

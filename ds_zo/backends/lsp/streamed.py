@@ -26,7 +26,7 @@ from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
 from ds_zo.backends.recompute.blocks import RecomputedBlock, refuse_router_logits
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
-from ds_zo.backends.recompute.wrapping import SingleBackward, forward_pass
+from ds_zo.backends.recompute.wrapping import RecomputedBlocks, forward_pass
 from ds_zo.config import Resolved
 from ds_zo.streaming.units import PlacedParameter, Unit
 
@@ -104,7 +104,7 @@ def without_caches(module: nn.Module) -> AbstractContextManager[None]:
     return Caches(module).off()
 
 
-class StreamedBlocks(SingleBackward):
+class StreamedBlocks(RecomputedBlocks):
     """The streamed blocks of a model: their store, and the forward and backward passes over them."""
 
     block_store: UpdatingBlockStore

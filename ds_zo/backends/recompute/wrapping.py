@@ -53,8 +53,8 @@ def backward_order(blocks: Sequence[RecomputedBlock]) -> list[Unit]:
     return [call.block.unit for call in calls]
 
 
-class SingleBackward:
-    """The streamed blocks of a backend that runs a graph backward once, in `engine.backward`."""
+class RecomputedBlocks:
+    """The streamed blocks of a model, which are computed again in the one backward pass that `engine.backward` runs."""
 
     def __init__(
         self, module: nn.Module, block_store: RecomputedBlockStore, *, compiler: BlockCompiler | None = None

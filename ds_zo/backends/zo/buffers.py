@@ -50,7 +50,7 @@ class ZOBuffers:
         replays = num_resident > 0 and self.interval > 1 and not (pairs and self.num_passes == 2)
         return replace(
             stored,
-            non_blocks=stored.non_blocks + self.num_passes * sum(u.scratch_nbytes for u in placement.ambient),
+            non_blocks=stored.non_blocks + self.num_passes * sum(u.scratch_nbytes for u in placement.pass_long),
             scratch=placement.pair_scratch_nbytes if pairs else placement.scratch_nbytes,
             blocks=stored.blocks + (max(u.nbytes for u in placement.blocks) if replays else 0),
         )

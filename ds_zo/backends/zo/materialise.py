@@ -156,7 +156,7 @@ class Materialiser:
         collective, self._next_pass_is_first = self._next_pass_is_first or None, False
         step = self.log.length
         folding = [u for u in self.placement.blocks if self.pending(u) and self.folds(u, step=step)]
-        pass_long = [u for u in self.placement.ambient if u.is_block and self.folds(u, step=step)]
+        pass_long = [u for u in self.placement.pass_long if u.is_block and self.folds(u, step=step)]
         self._folding = {id(u) for u in (*folding, *pass_long)}
         again = self.interval == 1
         fold_next = [

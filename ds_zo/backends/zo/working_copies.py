@@ -35,7 +35,7 @@ class WorkingCopies:
     All passes run a block before any pass goes on to the next block. An outer module (one outside the blocks) is
     materialised for each pass when that pass calls it. An outer module that is too large to lie beside copies of a
     block waits until all passes have left the block. A module that contains other modules may own parameters itself.
-    These are needed through a whole pass (pass-long units, `Placement.ambient`): each pass has its own copies, bound
+    These are needed through a whole pass (pass-long units, `Placement.pass_long`): each pass has its own copies, bound
     when it resumes.
     """
 
@@ -74,7 +74,7 @@ class WorkingCopies:
         self._unused |= {id(u): [] for u in (*self._placement.blocks, *self._placement.leaf_units) if u.trainable}
         for outer in self._placement.entered_by:
             self._hook(outer, self._enter_outer, self._leave_outer)
-        for unit in self._placement.ambient:
+        for unit in self._placement.pass_long:
             for hooked in {module, unit.module}:  # the unit's own module may be a container that is never called
                 self._hook(hooked, partial(self._enter_pass_long, unit), partial(self._leave_pass_long, unit))
 
@@ -112,7 +112,7 @@ class WorkingCopies:
         The first training forward would make the same folds."""
         if not self._training:
             with torch.inference_mode(False), torch.no_grad():
-                self._materialiser.fold_now(*self._placement.leaf_units, *self._placement.ambient)
+                self._materialiser.fold_now(*self._placement.leaf_units, *self._placement.pass_long)
 
     def close(self) -> None:
         """Removes all hooks."""
@@ -305,7 +305,7 @@ class WorkingCopies:
     @torch.no_grad()
     def _fill_pass_long(self) -> None:
         """Makes every pass's copy of every pass-long unit."""
-        for unit in self._placement.ambient:
+        for unit in self._placement.pass_long:
             if id(unit) not in self._pass_long_copies:
                 self._pass_long_copies[id(unit)] = [
                     torch.empty(unit.scratch_nbytes, dtype=torch.uint8, device=self._device)
@@ -318,7 +318,7 @@ class WorkingCopies:
         """Binds pass-long units to the copies of pass `index`, which starts or resumes."""
         if not self._training:
             return
-        for unit in self._placement.ambient:
+        for unit in self._placement.pass_long:
             unit.bind(unit.views(unit.planes(unit.store_buffer), unit.outs(self._pass_long_copies[id(unit)][index])))
 
     def _enter_pass_long(self, unit: Unit, module: nn.Module, args: Any) -> None:
@@ -360,7 +360,7 @@ class WorkingCopies:
                 hooked_modules |= _owners(unit)
             else:
                 self._placement.leaf_units.remove(unit)
-            self._placement.ambient.append(unit)
+            self._placement.pass_long.append(unit)
             self._made_pass_long.add(id(unit))
             unit.module = self._module
             for hooked in hooked_modules:

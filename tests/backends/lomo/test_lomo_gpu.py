@@ -158,7 +158,7 @@ def test_streamed_peak_is_slots_edges_and_one_gradient(dtype: str | None) -> Non
         taken = torch.cuda.max_memory_allocated() - start
         placement = engine.backend._block_store.placement
     block = placement.blocks[0].nbytes
-    edges = sum(unit.nbytes for unit in (*placement.leaf_units, *placement.ambient))
+    edges = sum(unit.nbytes for unit in (*placement.leaf_units, *placement.pass_long))
     largest = LARGEST_NUMEL * (2 if dtype else 4)
     assert taken < 2 * block + edges + 1.5 * largest + 96 * MIB  # two threads' cuBLAS workspaces among them
 

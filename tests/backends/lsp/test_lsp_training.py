@@ -321,7 +321,7 @@ def test_rounding_errors_of_narrow_copies_are_dropped_with_a_warning(
 
     def with_errors() -> dict[str, Any]:
         state: dict[str, Any] = state_dict()
-        for saved in state["slots"].values():
+        for saved in state["matrices"].values():
             saved["errors"] = {"down": torch.ones_like(saved["moments"]["mean"])}
         return state
 

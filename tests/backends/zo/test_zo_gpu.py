@@ -233,6 +233,6 @@ def test_peak_memory_is_a_few_blocks() -> None:
         taken = torch.cuda.max_memory_allocated() - before
         planned = engine.backend.block_store.placement
         largest = max(unit.nbytes for unit in planned.blocks)
-    outer_nbytes = sum(unit.nbytes for unit in (*planned.leaf_units, *planned.ambient))
+    outer_nbytes = sum(unit.nbytes for unit in (*planned.leaf_units, *planned.pass_long))
     assert taken < 3 * largest + 2 * outer_nbytes + 32 * 2**20
     assert taken < whole / 5
