@@ -86,6 +86,15 @@ class Flat:
         flat = cls(storage, low, exponents, table)
         return flat if device == "cpu" else flat.to(device)
 
+    @classmethod
+    def of(cls, values: torch.Tensor, dtype: torch.dtype, *, offset: int = 0) -> Flat:
+        """These values in one segment."""
+        numel = -(-len(values) // 256) * 256
+        storage, exponents = torch.zeros(numel, dtype=dtype), scales_for(dtype, numel)
+        ops.encode_(storage[: len(values)], values, exponents=exponents)
+        table = ops.build_table([ops.Segment(start=0, numel=len(values), offset=offset)], "cpu")
+        return cls(storage, None, exponents, table)
+
     def to(self, device: str) -> Flat:
         def move(t: torch.Tensor | None) -> Any:
             return None if t is None else t.to(device)

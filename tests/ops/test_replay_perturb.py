@@ -9,7 +9,7 @@ import torch
 
 from ds_zo import ops
 from ds_zo.ops.formats import exponents_of
-from tests.ops.flat_cases import BF12, CANARY, FP8, SEGMENTS, STORAGE_DTYPES, Flat, covered, make_log, scales_for
+from tests.ops.flat_cases import BF12, CANARY, FP8, SEGMENTS, STORAGE_DTYPES, Flat, covered, make_log
 
 SEED = 2**62 + 5
 TRAINABLE = [s for s in SEGMENTS if s.trainable]
@@ -24,6 +24,11 @@ def z_of(
     segment: ops.Segment, step: int, direction: int = 0, distribution: ops.Distribution = "normal"
 ) -> torch.Tensor:
     return ops.noise(SEED, step, direction, segment.offset, segment.numel, distribution)
+
+
+def replay(flat: Flat, to: Flat | None = None, **arguments: Any) -> None:
+    """Reads `flat`, and writes `to` where it is given."""
+    ops.replay_perturb(flat.storage, **flat.planes(to), seed=SEED, **arguments)
 
 
 def rows_of(num_entries: int, directions: int = 1) -> list[tuple[int, list[float], list[float]]]:
@@ -41,15 +46,14 @@ def test_float32_replay_and_perturb_are_the_formula(directions: int, distributio
     before = flat.clone()
     rows = rows_of(2, directions)
     out = torch.full_like(flat.storage, CANARY)
-    ops.replay_perturb(
-        flat.storage,
-        **flat.planes(flat),
+    replay(
+        flat,
+        flat,
         log=make_log(rows, capacity=5, first=4),
         num_entries=2,
         first_entry=4,
         num_directions=directions,
         out=out,
-        seed=SEED,
         step=9,
         direction=directions - 1,
         scale=-1e-3,
@@ -70,18 +74,10 @@ def test_float32_replay_and_perturb_are_the_formula(directions: int, distributio
 def test_replaying_k_entries_equals_k_folds_bit_for_bit(directions: int) -> None:
     log = make_log(rows_of(5, directions))
     at_once, one_by_one = Flat.make(torch.float32), Flat.make(torch.float32)
-    shared: dict[str, Any] = {"log": log, "num_directions": directions, "seed": SEED}
-    ops.replay_perturb(at_once.storage, **at_once.planes(at_once), **shared, num_entries=5, step=20)
+    shared: dict[str, Any] = {"log": log, "num_directions": directions}
+    replay(at_once, at_once, **shared, num_entries=5, step=20)
     for i in range(5):
-        ops.replay_perturb(
-            one_by_one.storage,
-            **one_by_one.planes(one_by_one),
-            **shared,
-            num_entries=1,
-            first_entry=i,
-            step=i,
-            fold=True,
-        )
+        replay(one_by_one, one_by_one, **shared, num_entries=1, first_entry=i, step=i, fold=True)
     assert torch.equal(at_once.storage, one_by_one.storage)
 
 
@@ -93,7 +89,7 @@ def test_result_does_not_depend_on_how_the_flat_is_cut_into_runs(monkeypatch: py
         monkeypatch.setattr(reference, "RUN_NUMEL", run_numel)
         flat = Flat.make(torch.bfloat16)
         log = make_log(rows_of(1))
-        ops.replay_perturb(flat.storage, **flat.planes(flat), log=log, num_entries=1, seed=SEED, step=4, fold=True)
+        replay(flat, flat, log=log, num_entries=1, step=4, fold=True)
         results.append(flat.storage.view(torch.int16))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -107,7 +103,7 @@ def test_result_does_not_depend_on_the_number_of_threads() -> None:
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
             out = torch.zeros_like(flat.storage)
-            ops.replay_perturb(flat.storage, **flat.planes(), out=out, seed=SEED, step=1, scale=1e-3)
+            replay(flat, out=out, step=1, scale=1e-3)
             outs.append(out)
     finally:
         torch.set_num_threads(before)
@@ -119,7 +115,7 @@ def test_a_skipped_step_changes_nothing(dtype: torch.dtype) -> None:
     flat = Flat.make(dtype)
     before = flat.clone()
     log = make_log([(5, [1.0, 1.0], [0.0, 0.0])])
-    ops.replay_perturb(flat.storage, **flat.planes(flat), log=log, num_entries=1, seed=SEED, step=6, fold=True)
+    replay(flat, flat, log=log, num_entries=1, step=6, fold=True)
     for segment in SEGMENTS:
         assert torch.equal(flat.values(segment), before.values(segment))
     if flat.exponents is not None and before.exponents is not None:
@@ -136,17 +132,7 @@ def test_frozen_segments_are_copied_and_padding_is_untouched(dtype: torch.dtype,
             plane.fill_(CANARY)
     out = torch.full_like(source.storage, CANARY, dtype=torch.float32)
     log = make_log(rows_of(2))
-    ops.replay_perturb(
-        source.storage,
-        **source.planes(target),
-        log=log,
-        num_entries=2,
-        out=out,
-        seed=SEED,
-        step=9,
-        scale=1.0,
-        fold=True,
-    )
+    replay(source, target, log=log, num_entries=2, out=out, step=9, scale=1.0, fold=True)
     for s in FROZEN:
         assert torch.equal(target.values(s, with_low=True), source.values(s, with_low=True))
         assert torch.equal(out[part(s)], source.values(s))
@@ -168,16 +154,7 @@ def test_split_master_follows_float32_bit_for_bit(dtype: torch.dtype) -> None:
     log = make_log([(i, [1 - 1e-5, 1.0], [1e-5, 2e-5]) for i in range(6)])
     for i in range(6):
         for target in (flat, exact):
-            ops.replay_perturb(
-                target.storage,
-                **target.planes(target),
-                log=log,
-                num_entries=1,
-                first_entry=i,
-                seed=SEED,
-                step=i,
-                fold=True,
-            )
+            replay(target, target, log=log, num_entries=1, first_entry=i, step=i, fold=True)
     for s in SEGMENTS:
         if dtype == torch.bfloat16:
             assert torch.equal(flat.values(s, with_low=True), exact.values(s))
@@ -190,29 +167,15 @@ def test_split_master_follows_float32_bit_for_bit(dtype: torch.dtype) -> None:
 def test_stochastic_folds_follow_small_updates_in_the_mean_and_nearest_does_not(dtype: torch.dtype, fold: bool) -> None:
     """A constant drift of a tenth of an ulp a fold: nearest rounding never moves."""
     numel, folds = 4096, 60
-    table = ops.build_table([ops.Segment(start=0, numel=numel, offset=0)], "cpu")
     ulp = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, FP8: 2.0**-3, BF12: 2.0**-7}[dtype]
     decay = 1 - 0.1 * ulp / 1.25
     drift = {}
     for rounding in ("stochastic", "nearest"):
-        storage = torch.empty(numel, dtype=dtype)
-        exponents = scales_for(dtype, numel)
-        ops.encode_(storage, torch.full((numel,), 1.25), exponents=exponents)
+        flat = Flat.of(torch.full((numel,), 1.25), dtype)
         for i in range(folds):
-            ops.replay_perturb(
-                storage,
-                table=table,
-                dst=storage,
-                exponents_in=exponents,
-                exponents_out=exponents,
-                log=make_log([(i, [decay], [0.0])]),
-                num_entries=1,
-                seed=SEED,
-                step=i,
-                fold=fold,
-                rounding=rounding,  # type: ignore[arg-type]
-            )
-        drift[rounding] = (ops.decode(storage, None, exponents) - 1.25).mean().item()
+            log = make_log([(i, [decay], [0.0])])
+            replay(flat, flat, log=log, num_entries=1, step=i, fold=fold, rounding=rounding)
+        drift[rounding] = (ops.decode(flat.storage, None, flat.exponents) - 1.25).mean().item()
     expected = 1.25 * (decay**folds - 1)
     spread = ulp * (folds * 0.25 / numel) ** 0.5
     assert drift["nearest"] == 0.0
@@ -223,25 +186,14 @@ def test_stochastic_folds_follow_small_updates_in_the_mean_and_nearest_does_not(
 def test_perturbed_bf16_copies_are_unbiased_and_both_twins_round_alike(distribution: ops.Distribution) -> None:
     """At weights near 1 and zo_eps 1e-3 nearest rounding loses most of z; the dither keeps 2 zo_eps z in the mean."""
     numel, eps = 1 << 18, 1e-3
-    segment = ops.Segment(start=0, numel=numel, offset=0)
-    table = ops.build_table([segment], "cpu")
-    theta = torch.ones(numel, dtype=torch.bfloat16)
+    theta = Flat.of(torch.ones(numel), torch.bfloat16)
     z = ops.noise(SEED, 3, 0, 0, numel, distribution)
 
     def copies(rounding: Any) -> torch.Tensor:
         twins = []
         for scale in (eps, -eps):
             out = torch.empty(numel, dtype=torch.bfloat16)
-            ops.replay_perturb(
-                theta,
-                table=table,
-                out=out,
-                seed=SEED,
-                step=3,
-                scale=scale,
-                distribution=distribution,
-                rounding=rounding,
-            )
+            replay(theta, out=out, step=3, scale=scale, distribution=distribution, rounding=rounding)
             twins.append(out.float())
         return twins[0] - twins[1]
 
@@ -260,10 +212,8 @@ def test_dst_and_copy_use_what_was_stored() -> None:
     slot = flat.clone()
     log = make_log(rows_of(2))
     first, second = (torch.zeros_like(flat.storage) for _ in range(2))
-    ops.replay_perturb(
-        flat.storage, **flat.planes(slot), log=log, num_entries=2, out=first, seed=SEED, step=9, scale=1e-3
-    )
-    ops.replay_perturb(slot.storage, **slot.planes(), out=second, seed=SEED, step=9, scale=1e-3)
+    replay(flat, slot, log=log, num_entries=2, out=first, step=9, scale=1e-3)
+    replay(slot, out=second, step=9, scale=1e-3)
     assert torch.equal(first, second)
     assert not torch.equal(flat.storage, slot.storage)
 
@@ -272,7 +222,7 @@ def test_master_is_not_what_gets_perturbed() -> None:
     flat = Flat.make(torch.bfloat16, master=True)
     out = torch.zeros_like(flat.storage, dtype=torch.float32)
     log = make_log(rows_of(1))
-    ops.replay_perturb(flat.storage, **flat.planes(flat), log=log, num_entries=1, out=out, seed=SEED, step=9, fold=True)
+    replay(flat, flat, log=log, num_entries=1, out=out, step=9, fold=True)
     for s in TRAINABLE:
         assert torch.equal(out[part(s)], flat.values(s))
         assert not torch.equal(out[part(s)], flat.values(s, with_low=True))
@@ -281,71 +231,41 @@ def test_master_is_not_what_gets_perturbed() -> None:
 @pytest.mark.parametrize("fold", [True, False])
 def test_bf12_rounds_and_perturbs_as_bfloat16_does(fold: bool) -> None:
     """Bit for bit, but for values more than 13 binades below their group's largest."""
-    segment = ops.Segment(start=0, numel=5000, offset=8)
-    table = ops.build_table([segment], "cpu")
-    x = (torch.randn(5000, generator=torch.Generator().manual_seed(3)) * 0.02).bfloat16()
-    codes, scales = torch.zeros(5120, dtype=BF12), scales_for(BF12, 5120)
-    ops.encode_(codes[:5000], x, exponents=scales)
+    x = (torch.randn(5000, generator=torch.Generator().manual_seed(3)) * 0.02).bfloat16().float()
     found = []
-    for storage, planes in ((x.clone(), {}), (codes, {"exponents_in": scales, "exponents_out": scales})):
-        outs = [torch.zeros(5000, dtype=torch.bfloat16) for _ in range(2)]
-        ops.replay_perturb(
-            storage,
-            table=table,
-            **planes,  # type: ignore[arg-type]
-            dst=storage,
-            log=make_log([(4, [0.999], [1e-3])]),
-            num_entries=1,
-            seed=SEED,
-            step=9,
-            out=outs[0],
-            pair=outs[1],
-            scale=1e-3,
-            fold=fold,
-        )
-        found.append([*outs, storage])
-    same = found[0][2].float().abs() > 0.1 * 2.0**-13
+    for dtype in (torch.bfloat16, BF12):
+        flat = Flat.of(x, dtype, offset=8)
+        out, pair = (torch.zeros(len(flat.storage), dtype=torch.bfloat16) for _ in range(2))
+        log = make_log([(4, [0.999], [1e-3])])
+        replay(flat, flat, log=log, num_entries=1, step=9, out=out, pair=pair, scale=1e-3, fold=fold)
+        found.append([plane[:5000] for plane in (out, pair, ops.decode(flat.storage, None, flat.exponents))])
+    same = found[0][2].abs() > 0.1 * 2.0**-13
     assert same.float().mean() > 0.99
-    stored = ops.decode(codes, None, scales)[:5000]
-    for ours, theirs in zip([*found[1][:2], stored], found[0], strict=True):
-        assert torch.equal(ours.float()[same], theirs.float()[same])
+    for ours, theirs in zip(found[1], found[0], strict=True):
+        assert torch.equal(ours[same], theirs[same])
 
 
 @pytest.mark.parametrize("dtype", [FP8, BF12])
 def test_exponents_grow_on_overflow_and_never_shrink(dtype: torch.dtype) -> None:
-    numel = 768
-    table = ops.build_table([ops.Segment(start=0, numel=numel, offset=0)], "cpu")
-    fmt, storage, scales = ops.storage_format(dtype), torch.empty(numel, dtype=dtype), scales_for(dtype, numel)
-    assert scales is not None
-    exponents = exponents_of(fmt, scales)
     x = torch.cat([torch.full((256,), 1.0), torch.full((256,), 2.0**-12), torch.zeros(256)])
-    ops.encode_(storage, x, exponents=scales)
+    flat = Flat.of(x, dtype)
+    assert flat.exponents is not None
+    exponents = exponents_of(ops.storage_format(dtype), flat.exponents)
     first = exponents.clone()
 
     def fold(decay: float, coefficient: float, step: int) -> None:
         log = make_log([(step, [decay], [coefficient])])
-        ops.replay_perturb(
-            storage,
-            table=table,
-            dst=storage,
-            exponents_in=scales,
-            exponents_out=scales,
-            log=log,
-            num_entries=1,
-            seed=SEED,
-            step=step,
-            fold=True,
-        )
+        replay(flat, flat, log=log, num_entries=1, step=step, fold=True)
 
     fold(0.25, 0.0, 1)
     assert torch.equal(exponents, first)
     fold(16.0, 0.0, 2)
     assert exponents.tolist() == [first[0] + 2, first[1] + 2, first[2]]
-    assert torch.equal(ops.decode(storage, None, scales), x * 4)
+    assert torch.equal(ops.decode(flat.storage, None, flat.exponents), x * 4)
     fold(1.0, 1e-3, 3)
     z = ops.noise(SEED, 3, 0, 512, 256)
     assert exponents[2] > first[2]  # the group of zeros took the scale of its first update
-    torch.testing.assert_close(ops.decode(storage, None, scales)[512:], -1e-3 * z, rtol=0.13, atol=1e-5)
+    torch.testing.assert_close(ops.decode(flat.storage, None, flat.exponents)[512:], -1e-3 * z, rtol=0.13, atol=1e-5)
 
 
 @pytest.mark.parametrize(
