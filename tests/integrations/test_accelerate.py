@@ -159,20 +159,6 @@ def test_the_state_dict_and_the_unwrapped_model_are_current(backend: str, stage:
     assert_same(transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32").state_dict(), state)
 
 
-def test_evaluation_between_steps_changes_nothing(backend: str) -> None:
-    accelerator = accelerator_for(config_for(backend))
-    model, optimizer, data = prepared(accelerator, batches(3))
-    for batch in data:
-        model.eval()
-        with torch.no_grad():
-            accelerator.gather_for_metrics(model(**batch).loss)
-        model.train()
-        loop(accelerator, model, optimizer, [batch])
-    reference = start(config_for(backend))
-    train(reference, batches(3))
-    assert_same(weights_of(model), weights_of(reference))
-
-
 AUTO = {
     "ds_zo": ({"ds_zo": {"stream": {"device_memory_gb": "auto"}}}, "ds_zo.stream.device_memory_gb"),
     "zo_eps": ({"optimizer": {"type": "ZO", "params": {"lr": 1e-3, "zo_eps": "auto"}}}, "optimizer.params.zo_eps"),

@@ -25,13 +25,13 @@ from tests.integrations.library_runs import (
     engine_of,
     fresh_libraries,  # noqa: F401
     loader,
+    logged,
     loop,
     on_device,
     rows,
     section_for,
     start,
     train,
-    trainer_for,
     weights_of,
 )
 
@@ -126,18 +126,9 @@ def test_trainer_is_the_raw_loop(backend: str, accumulation: int, tmp_path: Path
         engine.step()
         losses.append(loss.item())
     assert_equal_runs(Run(trainer.losses, weights_of(engine_of(trainer))), Run(losses, weights_of(engine)))
-
-
-def test_trainer_and_the_plain_raw_loop_agree_to_rounding(backend: str, tmp_path: Path) -> None:
-    """Against a loop that knows nothing of token counts: mean of means there, sum over tokens here, equal batches."""
-    config = config_for(backend)
-    trainer = trainer_for(arguments(tmp_path, config, num_train_epochs=1), NUM_BATCHES)
-    trainer.train()
-    run = raw(config)
-    assert [e["loss"] for e in trainer.state.log_history if "loss" in e] == pytest.approx(run.losses, rel=1e-4)
-    for name, value in weights_of(engine_of(trainer)).items():
-        # Two ways to sum the same terms may round a loss apart; 1 / (2 zo_eps) and lr carry that into the weights.
-        torch.testing.assert_close(value, run.weights[name], rtol=0, atol=1e-6, msg=name)
+    plain = raw(config)  # knows nothing of tokens: a mean of means, of batches that have as many
+    means = [sum(plain.losses[i : i + accumulation]) / accumulation for i in range(0, NUM_BATCHES, accumulation)]
+    assert logged(trainer, "loss") == pytest.approx(means, rel=1e-4)
 
 
 def test_params_of_the_section_reach_the_backend(backend: str) -> None:

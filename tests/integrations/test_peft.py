@@ -114,26 +114,15 @@ def test_trainer_saves_adapters_alone_and_resumes(backend: str, stage: int, tmp_
     assert_same(expected, weights_of(engine_of(again)))
 
 
-def test_merging_after_training_keeps_what_was_learnt(backend: str) -> None:
-    engine = start(config_for(backend, stream=True), lora_model())
-    train(engine, batches(3))
-    batch = on_device(engine, batches(1)[0])
-    engine.eval()
-    with torch.no_grad():
-        expected = engine(**batch).logits
-    model = engine.module
-    engine.destroy()
-    merged = model.merge_and_unload().to(engine.device)  # blocks were left on the host
-    with torch.no_grad():
-        torch.testing.assert_close(merged(**batch).logits, expected, rtol=0, atol=1e-5)
-
-
 def merged(engine: Any, how: str) -> torch.nn.Module:
     if how == "after an evaluation":
         logits_of(engine, engine.module)
     if how == "after state_dict":
         engine.module.state_dict()
     model = engine.module
+    if how == "after destroy":
+        engine.destroy()
+        model = model.to(engine.device)  # blocks were left on the host
     if how == "of a gathered copy":
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             model = copy.deepcopy(model)
@@ -165,7 +154,7 @@ def test_merging_and_saving_under_a_living_engine_keep_what_was_learnt(
     train(engine, batches(3))
     expected, learnt = logits_of(engine, engine.module), adapters(weights_of(engine))
     assert (expected - untrained).abs().max() > 1e-3
-    ways = ["bare", "safely"]
+    ways = ["after destroy", "bare", "safely"]
     if backend == "zo":
         ways += ["after an evaluation", "after state_dict", "of a gathered copy", "in turn"]
     for how in ways:
@@ -173,8 +162,8 @@ def test_merging_and_saving_under_a_living_engine_keep_what_was_learnt(
         train(engine, batches(3))
         if how == "bare":
             engine.module.save_pretrained(tmp_path)
-        if stream and engine.device.type == "cuda":  # merging takes adapters and blocks in one place
-            return
+        if stream and engine.device.type == "cuda" and how != "after destroy":
+            return  # merging takes adapters and blocks in one place
         found = logits_of(engine, merged(engine, how))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5, msg=lambda m, how=how: f"{how}: {m}")
     saved = peft.load_peft_weights(str(tmp_path))
