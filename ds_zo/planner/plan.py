@@ -69,7 +69,12 @@ def _own(entry: BackendEntry, model: Model, limits: Limits, options: Options) ->
         return found
     written = options.stream.model_dump(exclude_unset=True)
     for form in (form for form in _NARROWER if not form.keys() & set(entry.unread(StreamConfig))):
-        other = _own_estimate(entry, model, limits, replace(options, stream=StreamConfig(**{**written, **form})))
+        stream = StreamConfig(**{**written, **form})
+        try:
+            asked = replace(options, stream=stream, offload=_streams(stream, options.offload))
+            other = _own_estimate(entry, model, limits, asked)
+        except ValueError:
+            continue  # the user's other settings refuse this form
         if other.fits:
             adapters = " and LoRA adapters" if "frozen_dtype" in form else ""
             note = (
@@ -78,6 +83,12 @@ def _own(entry: BackendEntry, model: Model, limits: Limits, options: Options) ->
             )
             return replace(found, notes=(*found.notes, note))
     return found
+
+
+def _streams(stream: StreamConfig, offload: bool | None) -> bool | None:
+    """Whether blocks stream, where the user says `offload`: also if a key of `stream` needs it and None is said."""
+    needs = any(value is not False for _, value in written_with(stream, Needs.STREAMING))
+    return True if offload is None and needs else offload
 
 
 def _own_estimate(entry: BackendEntry, model: Model, limits: Limits, options: Options) -> Estimate:
@@ -264,10 +275,13 @@ def plan(
     if batch < 1 or seq < 2:
         raise ValueError(f"batch must be >= 1 and seq >= 2, got {batch} and {seq} (--batch, --seq)")
     section = parse(StreamConfig, dict(stream or {}), at="ds_zo.stream")
-    if offload is None and any(value is not False for _, value in written_with(section, Needs.STREAMING)):
-        offload = True  # who sets one of these wants blocks to stream
     options = Options(
-        section, dict(params or {}), offload, checkpointing, is_only=len(chosen) == 1, native_pins=native_pins
+        section,
+        dict(params or {}),
+        _streams(section, offload),
+        checkpointing,
+        is_only=len(chosen) == 1,
+        native_pins=native_pins,
     )
     if isinstance(model, str):
         model = load_model(model, batch=batch, seq=seq, dtype=dtype, rates=rates)

@@ -19,6 +19,7 @@ from ds_zo.config.section import StreamConfig
 from ds_zo.planner import Limits, Plan, Rates, contenders, load_rates, plan, pricing, render, scale
 from ds_zo.planner.lomo import estimate_lomo
 from ds_zo.planner.lsp import lsp_step_s
+from ds_zo.planner.models import Dtype
 from ds_zo.planner.stock import FullBucket, full_buckets, zero_step_s
 from ds_zo.planner.timeline import Gradient
 from ds_zo.planner.zo import estimate_zo
@@ -103,6 +104,16 @@ def test_a_stored_form_that_fits_is_suggested() -> None:
         model, offload=True, host_memory_gb=narrow.host_peak_nbytes / 1e9, **arguments | {"backends": ["zo", "lomo"]}
     )
     assert 'zo does not fit; with {"frozen_dtype": "nf4"} in' in render(both), "also beside other backends"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("offload", [None, False])
+def test_a_form_that_is_refused_leaves_nothing_out(dtype: Dtype, offload: bool | None) -> None:
+    """The GPU has room for the whole model, so that nothing streams. The host is too small for any form, and forms that
+    need streaming are refused without it."""
+    found = plan(planned("llama", dtype=dtype), host_memory_gb=1.0, offload=offload, backends=["zo", "adapter"])
+    assert not found.left_out
+    assert [e.fits_host for e in found.estimates] == [False, False]
 
 
 def test_inputs_on_the_host_and_lossless_bases_are_suggested_first() -> None:
