@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.accuracy import best_rates
 from benchmarks.blocks import read_yaml
+from ds_zo.bench.contenders import EXACT_PINNING
 from ds_zo.config import backend_of, with_section_on_top
 from ds_zo.planner import Estimate, Plan, plan
 from ds_zo.records.prose import WIDTH
@@ -143,6 +144,12 @@ class Recipe:
                 words += [option, json.dumps(value)]
         return shlex.join(words)
 
+    @property
+    def env(self) -> dict[str, str]:
+        """Environment variables of the run that measured this JSON; the plan is made for them too."""
+        found = _own_row(self)
+        return {} if found is None else found.row["env"]
+
     def plan(self) -> tuple[Plan, Estimate]:
         return _plan(self)
 
@@ -169,6 +176,7 @@ def _plan(recipe: Recipe) -> tuple[Plan, Estimate]:
         stream=recipe.stream,
         params=recipe.params,
         offload=recipe.offload,
+        native_pins=recipe.env == EXACT_PINNING,
     )
     return found, found[recipe.contender]
 
@@ -186,6 +194,10 @@ RECIPES = tuple(
 
 def _figures(gpu_gb: float, host_gb: float, tokens_per_s: float) -> list[str]:
     return [f"{gpu_gb:.1f} GB", f"{host_gb:.1f} GB", f"{tokens_per_s:,.0f}"]
+
+
+def _shown(env: dict[str, str]) -> list[str]:
+    return [f"`{name}={value}`" for name, value in env.items()]
 
 
 def _measured_cells(found: Measured) -> list[str]:
@@ -220,11 +232,11 @@ def recipe_block(recipe: Recipe) -> str:
         place = f"[{found.file}](../benchmarks/results/{found.file}), run {found.run_id}, case `{found.case}`"
         about = [found.differs or "this JSON"]
         if found.file == OWN_ROWS:
-            about += [f"`{name}={value}`" for name, value in found.row["env"].items()]
+            about += _shown(found.row["env"])
         about += [found.without_effect] if found.without_effect else []
         about += [f"{found.tokens} tokens"] if found.tokens else []
         rows.append(["measured", *_measured_cells(found), ", ".join(about), place])
-    planned = recipe.planned_as or "this JSON"
+    planned = ", ".join([recipe.planned_as or "this JSON", *_shown(recipe.env)])
     is_measured = any(not found.differs for found in recipe.measured)
     rows.append(
         ["planned" if is_measured else "planned, not measured", *_planned_cells(recipe), planned, "`ds-zo plan`"]

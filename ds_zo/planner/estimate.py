@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -161,3 +161,12 @@ def base_config(*, batch: int, dtype: str, gradient_clipping: float = 1.0) -> di
 def parts(**nbytes: float) -> dict[str, int]:
     """The parts that take memory, in whole bytes."""
     return {name: int(n) for name, n in nbytes.items() if n >= 1}
+
+
+def streaming_where_needed(estimate: Callable[[bool], Estimate], offload: bool | None) -> Estimate:
+    """The estimate whose blocks stream, or not. `offload` None: they stream only where the whole model does not fit the
+    device."""
+    if offload is None:
+        whole = estimate(False)
+        return whole if whole.fits_device else estimate(True)
+    return estimate(offload)

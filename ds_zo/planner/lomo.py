@@ -5,15 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from ds_zo.config.learning_rates import starting_rate
 from ds_zo.config.optimizers import LOMOParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import recomputed
-from ds_zo.planner.estimate import PROCESS_NBYTES, TWO_WORKSPACES_NBYTES, Estimate, Limits, Shards, base_config, parts
+from ds_zo.planner.estimate import (
+    PROCESS_NBYTES,
+    TWO_WORKSPACES_NBYTES,
+    Estimate,
+    Limits,
+    Shards,
+    base_config,
+    parts,
+    streaming_where_needed,
+)
 from ds_zo.planner.models import Model
+from ds_zo.planner.recomputed import Placed
 from ds_zo.planner.timeline import Cost
+from ds_zo.planner.units import section_of
 
 _HOOK_LAUNCH_S = 3e-5
 """Host time of the hook and the update of one parameter."""
@@ -59,70 +69,47 @@ def estimate_lomo(
     blocks stream only where the whole model does not fit the device. `params` are copied to the JSON; none of them
     takes memory."""
     stream = stream or StreamConfig()
-    section = stream.model_dump(exclude_unset=True)
-    config = _config(model, rule, params) | ({"ds_zo": {"stream": section}} if section else {})
-    whole = _resident(model, limits, rule, config, checkpointing=checkpointing)
-    if offload is False or (offload is None and whole.fits_device):
-        return whole
-    return _streamed(model, limits, rule, stream, config)
+    estimate = partial(_estimate, model, limits, rule, stream, params, checkpointing)
+    return streaming_where_needed(estimate, offload)
 
 
 estimate_adalomo = partial(estimate_lomo, rule=_ADALOMO)
 
 
-def _resident(model: Model, limits: Limits, rule: _Rule, config: dict[str, Any], *, checkpointing: bool) -> Estimate:
-    trace = model.backward_trace(checkpointing=checkpointing, loss_in_chunks=True)
-    step_s = trace.forward.seconds + (trace.backward + _update(model, model.numel, _num_parameters(model))).seconds
+def _estimate(
+    model: Model,
+    limits: Limits,
+    rule: _Rule,
+    stream: StreamConfig,
+    params: LOMOParams | None,
+    checkpointing: bool,
+    offload: bool,
+) -> Estimate:
+    """Streamed blocks are always recomputed from their inputs."""
+    trace = model.backward_trace(checkpointing=offload or checkpointing, loss_in_chunks=True)
+    beside = {"states": rule.state_nbytes(model), **trace.peak.parts, "workspace": TWO_WORKSPACES_NBYTES}
+    if offload:
+        placed = recomputed.place(model, limits, stream, other_nbytes=sum(beside.values()))
+    else:
+        how = f"all on the device, one backward pass{', checkpointing' if checkpointing else ''}"
+        placed = Placed(how, model.weights_nbytes)
+    written = {} if params is None else params.model_dump(exclude_unset=True)
+    lr = starting_rate(rule.contender, num_parameters=model.numel, is_clipped=False).lr
     return Estimate(
         contender=rule.contender,
-        setting=f"all on the device, one backward pass{', checkpointing' if checkpointing else ''}",
-        device=parts(
-            weights=model.weights_nbytes,
-            states=rule.state_nbytes(model),
-            activations=trace.peak.activations,
-            logits=trace.peak.logits,
-            workspace=TWO_WORKSPACES_NBYTES,
-        ),
-        host=parts(process=PROCESS_NBYTES),
-        step_s=step_s,
+        setting=placed.setting,
+        device=parts(weights=placed.weights_nbytes, slots=placed.slots_nbytes, **beside),
+        host=parts(weights=placed.store_nbytes, process=PROCESS_NBYTES),
+        filling_nbytes=placed.filling_nbytes,
+        step_s=recomputed.step_s(model, trace, placed, update=partial(_update, model), sent_back_forward=False),
+        up_nbytes=placed.up_nbytes,
+        down_nbytes=placed.store_nbytes,
         reduced_nbytes=model.weights_nbytes,
         shared=frozenset({"weights"}),
         shards=_shards(model, rule),
-        config=config,
-        notes=("activations include the largest gradient that is alive",),
-        limits=limits,
-    )
-
-
-def _streamed(model: Model, limits: Limits, rule: _Rule, stream: StreamConfig, config: dict[str, Any]) -> Estimate:
-    """The estimate with streamed blocks, which are always recomputed from their inputs."""
-    trace = model.backward_trace(checkpointing=True, loss_in_chunks=True)
-    states = rule.state_nbytes(model)
-    found = recomputed.place(model, limits, stream, other_nbytes=trace.peak.total + TWO_WORKSPACES_NBYTES + states)
-    config = config | {"zero_optimization": {"stage": 0, "offload_param": recomputed.OFFLOADED}}
-    section = recomputed.section_of(limits, stream)
-    if section:
-        config["ds_zo"] = {"stream": section}
-    return Estimate(
-        contender=rule.contender,
-        setting=found.setting,
-        device=parts(
-            weights=found.weights_nbytes,
-            slots=found.slots_nbytes,
-            states=states,
-            activations=trace.peak.activations,
-            logits=trace.peak.logits,
-            workspace=TWO_WORKSPACES_NBYTES,
-        ),
-        host=parts(weights=found.store_nbytes, process=PROCESS_NBYTES),
-        filling_nbytes=found.filling_nbytes,
-        step_s=recomputed.step_s(model, trace, found, update=partial(_update, model), sent_back_forward=False),
-        up_nbytes=found.up_nbytes,
-        down_nbytes=found.store_nbytes,
-        reduced_nbytes=model.weights_nbytes,
-        shared=frozenset({"weights"}),
-        shards=_shards(model, rule),
-        config=config,
+        config=base_config(batch=model.batch, dtype=model.dtype, gradient_clipping=0.0)
+        | {"optimizer": {"type": rule.optimizer_type, "params": {"lr": lr, **written}}}
+        | section_of(limits, stream, offload=offload),
         notes=("activations include the largest gradient that is alive",),
         limits=limits,
     )
@@ -150,17 +137,3 @@ def _update(model: Model, numel: int, num_parameters: int) -> Cost:
     """Cost of the updates: one kernel for each parameter, which reads the gradient and reads and writes the weight."""
     itemsize = model.weights_nbytes / model.numel
     return Cost(0.0, 3 * itemsize * numel / (model.rates.device_memory_gbps * 1e9), num_parameters * _HOOK_LAUNCH_S)
-
-
-def _num_parameters(model: Model) -> int:
-    return sum(1 for _ in model.module.parameters())
-
-
-def _config(model: Model, rule: _Rule, params: LOMOParams | None) -> dict[str, Any]:
-    config = base_config(batch=model.batch, dtype=model.dtype, gradient_clipping=0.0)
-    written = {} if params is None else params.model_dump(exclude_unset=True)
-    lr = starting_rate(rule.contender, num_parameters=model.numel, is_clipped=False).lr
-    return config | {
-        "optimizer": {"type": rule.optimizer_type, "params": {"lr": lr, **written}},
-        "zero_optimization": {"stage": 0},
-    }

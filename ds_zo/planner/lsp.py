@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from ds_zo.config.optimizers import LSPParams
 from ds_zo.config.section import StreamConfig
@@ -17,9 +17,12 @@ from ds_zo.planner.estimate import (
     Limits,
     base_config,
     parts,
+    streaming_where_needed,
 )
 from ds_zo.planner.models import Model
+from ds_zo.planner.recomputed import Placed
 from ds_zo.planner.timeline import Cost
+from ds_zo.planner.units import PINNED, section_of
 from ds_zo.projectors import choose_dims
 
 _PROJECTOR_ENTRY_NBYTES = 16
@@ -71,16 +74,14 @@ def estimate_lsp(
 ) -> Estimate:
     """Estimates LSP. `offload` None: blocks stream only where the whole model does not fit the device."""
     stream, params = stream or StreamConfig(), params or LSPParams()
-    whole = _estimate(model, limits, stream, params, offload=False, checkpointing=checkpointing)
-    if offload is False or (offload is None and whole.fits_device):
-        return whole
-    return _estimate(model, limits, stream, params, offload=True, checkpointing=True)
+    estimate = partial(_estimate, model, limits, stream, params, checkpointing)
+    return streaming_where_needed(estimate, offload)
 
 
 def _estimate(
-    model: Model, limits: Limits, stream: StreamConfig, params: LSPParams, *, offload: bool, checkpointing: bool
+    model: Model, limits: Limits, stream: StreamConfig, params: LSPParams, checkpointing: bool, offload: bool
 ) -> Estimate:
-    trace = model.backward_trace(checkpointing=checkpointing)
+    trace = model.backward_trace(checkpointing=offload or checkpointing)
     counts = _count(model, params, streams=offload)
     rates = model.rates
     moved_numel = counts.subspace_numel + counts.whole_numel
@@ -94,7 +95,7 @@ def _estimate(
     )
     num_layers = max(1, len(model.blocks))
     down_s, up_s = moved / (rates.link_down_gbps * 1e9), moved / (rates.link_up_gbps * 1e9)
-    device = parts(
+    beside = parts(
         projectors=counts.projector_nbytes,
         subspace=4 * counts.subspace_numel
         + _NUM_DIRECTION_BUFFERS * counts.direction_buffer_nbytes
@@ -103,57 +104,47 @@ def _estimate(
         # Loss scaling keeps whole gradients until the step.
         + (counts.whole_numel * 2 if model.dtype == "fp16" else 0),
         states=8 * counts.vector_numel,
-        activations=trace.peak.activations,
-        logits=trace.peak.logits,
+        **trace.peak.parts,
         workspace=TWO_WORKSPACES_NBYTES,
     )
-    process = PROCESS_NBYTES + BACKWARD_NBYTES + ADAM_THREADS_NBYTES
-    host = parts(states=8 * moved_numel, payload=2 * moved, process=process)
-    zero: dict[str, Any] = {"stage": 0, "offload_optimizer": recomputed.OFFLOADED}
-    section = stream.model_dump(exclude_unset=True)
     setting = f"d = {params.subspace_dim}, {params.nonzeros_per_row} non-zeros a row, Adam on the CPU"
     notes = ["activations include the last gradient of those alive", "step by Eq. 4 of the LSP paper"]
-    streamed_up = streamed_down = filling = 0
     if offload:
-        found = recomputed.place(model, limits, stream, other_nbytes=sum(device.values()))
-        compute_s = recomputed.step_s(
-            model,
-            trace,
-            found,
-            update=lambda numel, _: around * (numel / model.numel),
-            sent_back_forward=True,  # the forward pass applies the directions of the last step
-        )
-        device = parts(weights=found.weights_nbytes, slots=found.slots_nbytes) | device
-        host = parts(weights=found.store_nbytes) | host
-        streamed_up, streamed_down, filling = found.up_nbytes, found.store_nbytes, found.filling_nbytes
-        zero["offload_param"] = recomputed.OFFLOADED
-        section = recomputed.section_of(limits, stream)
-        setting = f"{setting}; {found.setting}"
+        placed = recomputed.place(model, limits, stream, other_nbytes=sum(beside.values()))
+        setting = f"{setting}; {placed.setting}"
         notes.append("blocks stream on one rank only; the estimate of GPU memory has not been compared with a run")
     else:
-        compute_s = trace.forward.seconds + (trace.backward + around).seconds
-        device = parts(weights=model.weights_nbytes) | device
+        placed = Placed("", model.weights_nbytes)
+    compute_s = recomputed.step_s(
+        model,
+        trace,
+        placed,
+        update=lambda numel, _: around * (numel / model.numel),
+        sent_back_forward=True,  # the forward pass applies the directions of the last step
+    )
     step_s = lsp_step_s(compute_s, down_s=down_s, up_s=up_s, update_s=update_s, num_layers=num_layers)
-    config = base_config(batch=model.batch, dtype=model.dtype) | {
-        "optimizer": {"type": "LSP", "params": {"lr": params.lr, **params.model_dump(exclude_unset=True)}},
-        "zero_optimization": zero,
-    }
-    if section:
-        config["ds_zo"] = {"stream": section}
+    written = {"lr": params.lr, **params.model_dump(exclude_unset=True)}
     return Estimate(
         contender="lsp",
         setting=setting,
-        device=device,
-        host=host,
-        filling_nbytes=filling,
+        device=parts(weights=placed.weights_nbytes, slots=placed.slots_nbytes, **beside),
+        host=parts(
+            weights=placed.store_nbytes,
+            states=8 * moved_numel,
+            payload=2 * moved,
+            process=PROCESS_NBYTES + BACKWARD_NBYTES + ADAM_THREADS_NBYTES,
+        ),
+        filling_nbytes=placed.filling_nbytes,
         step_s=step_s,
         divided_s=step_s - compute_s,
-        up_nbytes=moved + streamed_up,
-        down_nbytes=moved + streamed_down,
+        up_nbytes=moved + placed.up_nbytes,
+        down_nbytes=moved + placed.store_nbytes,
         sharded=frozenset({"states"}),
         streams_on_one_rank=offload,
         reduced_nbytes=4 * (moved_numel + counts.vector_numel),
-        config=config,
+        config=base_config(batch=model.batch, dtype=model.dtype)
+        | {"optimizer": {"type": "LSP", "params": written}}
+        | section_of(limits, stream, offload=offload, offload_optimizer=PINNED),
         notes=tuple(notes),
         limits=limits,
     )

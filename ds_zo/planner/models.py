@@ -25,6 +25,8 @@ from ds_zo.streaming.placement import is_linear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Dtype = Literal["fp32", "bf16", "fp16"]
+LOW_RANK = 16
+"""Rank of planned adapters."""
 
 
 @dataclass
@@ -58,6 +60,16 @@ class Model:
         return [tuple(m.weight.shape) for block in self.blocks for m in block.modules() if is_linear(m)]  # type: ignore
 
     @property
+    def adapters_numel(self) -> int:
+        """Elements of LoRA adapters of rank LOW_RANK on all `matrices`."""
+        return LOW_RANK * sum(map(sum, self.matrices))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of a weight."""
+        return self.weights_nbytes // self.numel
+
+    @property
     def num_tokens(self) -> int:
         return self.batch * self.seq
 
@@ -75,15 +87,15 @@ class Model:
 
         return self._trace(f"backward {checkpointing} {loss_in_chunks}", run)
 
-    def low_rank_trace(self, *, rank: int, checkpointing: bool) -> Trace:
-        """The trace of a forward and a backward pass that train LoRA adapters on all matrices of the blocks, with the
-        loss in chunks."""
+    def low_rank_trace(self, *, checkpointing: bool) -> Trace:
+        """The trace of a forward and a backward pass that train LoRA adapters of rank LOW_RANK on all `matrices`, with
+        the loss in chunks."""
 
         def run() -> Trace:
-            with self._chunked_losses(), low_rank_adapters(self.module, self.blocks, rank=rank):
+            with self._chunked_losses(), low_rank_adapters(self.module, self.blocks, rank=LOW_RANK):
                 return self._run_backward(checkpointing=checkpointing)
 
-        return self._trace(f"low rank {rank} {checkpointing}", run)
+        return self._trace(f"low rank {checkpointing}", run)
 
     def _trace(self, kind: str, run: Callable[[], Trace]) -> Trace:
         if kind not in self._traces:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -245,7 +246,7 @@ def plan(
     params: Mapping[str, Any] | None = None,
     offload: bool | None = None,
     checkpointing: bool = True,
-    native_pins: bool = False,
+    native_pins: bool | None = None,
     rates: Rates | None = None,
 ) -> Plan:
     """Estimates memory and speed of the methods named by `backends` (None: all of them).
@@ -253,7 +254,7 @@ def plan(
     Memory is in GB of 10**9 bytes; None means unlimited. `stream` is the `ds_zo.stream` section. `params` are the
     `optimizer.params` of the one backend that `backends` names. `offload` None: blocks stream where the device is too
     small, or where `stream` has a key that needs streaming. `checkpointing` is activation checkpointing.
-    `native_pins`: stock DeepSpeed pins in exact sizes."""
+    `native_pins`: stock DeepSpeed pins in exact sizes; None: as DS_PIN_MEMORY_BACKEND says."""
     known = contenders()
     chosen = list(dict.fromkeys(backends or known))
     own = [name for name in known if name not in (*_STOCK, IN_4_BITS)]
@@ -281,7 +282,7 @@ def plan(
         _streams(section, offload),
         checkpointing,
         is_only=len(chosen) == 1,
-        native_pins=native_pins,
+        native_pins=_pins_natively() if native_pins is None else native_pins,
     )
     if isinstance(model, str):
         model = load_model(model, batch=batch, seq=seq, dtype=dtype, rates=rates)
@@ -321,6 +322,11 @@ def _refused_dtype(name: str, dtype: Dtype) -> str | None:
 
 def _without(stream: StreamConfig, keys: Collection[str]) -> StreamConfig:
     return StreamConfig(**{k: v for k, v in stream.model_dump(exclude_unset=True).items() if k not in keys})
+
+
+def _pins_natively() -> bool:
+    """Whether DeepSpeed would pin in exact sizes in this environment."""
+    return os.environ.get("DS_PIN_MEMORY_BACKEND", "").strip().lower() == "native"
 
 
 def _nbytes(gb: float | None) -> int | None:

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from ds_zo.planner.adapter import estimate_adapter
 from ds_zo.planner.estimate import Estimate, Limits, parts
-from ds_zo.planner.models import Model
-from ds_zo.planner.stock import LOW_RANK, lora_config
+from ds_zo.planner.models import LOW_RANK, Model
+from ds_zo.planner.stock import lora_config
 
 _NF4_NBYTES = 0.5625
 """Bytes of a weight in bitsandbytes' NF4: four bits, and a float32 scale for 64 weights."""
@@ -20,7 +20,7 @@ def estimate_qlora(model: Model, limits: Limits, *, checkpointing: bool = True) 
     """Estimates LoRA by PEFT over a base that bitsandbytes keeps on the device in NF4. Forward, recomputation and
     backward decode each matrix again."""
     whole = estimate_adapter(model, limits, offload=False, checkpointing=checkpointing)
-    itemsize, numel = model.weights_nbytes // model.numel, sum(m * n for m, n in model.matrices)
+    itemsize, numel = model.itemsize, sum(m * n for m, n in model.matrices)
     largest = max((m * n for m, n in model.matrices), default=0)
     decoded_nbytes = (3 if checkpointing else 2) * (_NF4_NBYTES + itemsize) * numel
     device = {**whole.device, "weights": model.weights_nbytes - int((itemsize - _NF4_NBYTES) * numel)}

@@ -6,48 +6,43 @@ downloaded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import pricing
 from ds_zo.planner.estimate import Limits
 from ds_zo.planner.models import Model
 from ds_zo.planner.timeline import Cost, Trace
-from ds_zo.planner.units import units_of
-from ds_zo.streaming.budget import DeviceBytes, device_bytes, most_resident
+from ds_zo.planner.units import num_resident, units_of
+from ds_zo.streaming.budget import DeviceBytes, device_bytes
 from ds_zo.streaming.placement import Placement, evenly_spaced
 from ds_zo.streaming.schedule import Kind
 
-OFFLOADED = {"device": "cpu", "pin_memory": True}
-
 
 @dataclass(frozen=True)
-class Streamed:
+class Placed:
     """Which blocks stream, the memory that they and the others take, and the bytes that cross the link."""
 
-    placement: Placement
-    blocks: list[int]
-    """Indices of the blocks that stream."""
-    num_slots: int
+    setting: str
     weights_nbytes: int
     """Bytes of weights that stay on the device."""
-    slots_nbytes: int
-    store_nbytes: int
+    placement: Placement | None = None
+    """None: the whole model stays on the device."""
+    blocks: Sequence[int] = ()
+    """Indices of the blocks that stream."""
+    num_slots: int = 0
+    slots_nbytes: int = 0
+    store_nbytes: int = 0
     """Bytes of streamed blocks in host memory. As many are downloaded in a step."""
-    filling_nbytes: int
+    filling_nbytes: int = 0
     """See `Estimate`."""
-    up_nbytes: int
-
-    @property
-    def setting(self) -> str:
-        return f"{len(self.blocks)} of {len(self.placement.blocks)} blocks streamed, recomputed from their inputs"
+    up_nbytes: int = 0
 
 
 def place(
     model: Model, limits: Limits, stream: StreamConfig, *, other_nbytes: int, placement: Placement | None = None
-) -> Streamed:
+) -> Placed:
     """Keeps as many blocks on the device as fit. `other_nbytes`: device memory that is neither weights, slots nor
     scratch. `placement`: None: all parameters are trained, and there is no scratch."""
     if placement is None:
@@ -60,26 +55,21 @@ def place(
         sizes = device_bytes(placement, num_resident=num_resident, num_slots=num_slots)
         return replace(sizes, scratch=placement.scratch_nbytes)
 
-    num_resident = 0
-    if stream.resident_blocks is not None:
-        num_resident = min(stream.resident_blocks, num_blocks)
-    elif limits.device_nbytes is not None:
-        budget = limits.device_nbytes
-        found = most_resident(placement, budget_nbytes=budget, activations_nbytes=other_nbytes, needed=needed)
-        num_resident = max(0, found)
-    there = needed(num_resident)
-    stays = evenly_spaced(num_blocks, num_resident)
+    stay = num_resident(placement, limits, stream, needed, other_nbytes=other_nbytes)
+    there = needed(stay)
+    stays = evenly_spaced(num_blocks, stay)
     blocks = [i for i in range(num_blocks) if i not in stays]
     store = sum(placement.blocks[i].nbytes for i in blocks)
     # The backward pass finds the last blocks of the forward pass in slots, and the next step finds the first blocks.
     ends = [*blocks[-num_slots:], *blocks[:num_slots]] if stream.overlap else []
     still_there = min(2 * store, sum(placement.blocks[i].nbytes for i in ends))
     stay_later = stream.resident_blocks is None
-    return Streamed(
+    return Placed(
+        setting=f"{len(blocks)} of {num_blocks} blocks streamed, recomputed from their inputs",
+        weights_nbytes=there.non_blocks + there.blocks,
         placement=placement,
         blocks=blocks,
         num_slots=num_slots,
-        weights_nbytes=there.non_blocks + there.blocks,
         slots_nbytes=there.slots,
         store_nbytes=store,
         filling_nbytes=sum(u.nbytes for u in placement.blocks) - store if stay_later else 0,
@@ -87,22 +77,17 @@ def place(
     )
 
 
-def section_of(limits: Limits, stream: StreamConfig) -> dict[str, Any]:
-    """The `ds_zo.stream` section of the JSON, where blocks stream."""
-    section = stream.model_dump(exclude_unset=True)
-    if limits.device_nbytes is not None and stream.resident_blocks is None:
-        section["device_memory_gb"] = limits.device_nbytes / 1e9
-    return section
-
-
 def step_s(
-    model: Model, trace: Trace, streamed: Streamed, *, update: Callable[[int, int], Cost], sent_back_forward: bool
+    model: Model, trace: Trace, placed: Placed, *, update: Callable[[int, int], Cost], sent_back_forward: bool
 ) -> float:
-    """Seconds of a step, from the schedule of its two passes.
+    """Seconds of a step, from the schedule of its two passes where blocks stream.
 
     `update` returns the cost of updating so many elements in so many parameters. `sent_back_forward`: blocks are
     updated and downloaded in the forward pass (LSP) instead of the backward pass (LOMO)."""
-    rates, units = model.rates, streamed.placement.blocks
+    num_all = sum(1 for _ in model.module.parameters())
+    if placed.placement is None:
+        return trace.forward.seconds + (trace.backward + update(model.numel, num_all)).seconds
+    rates, units = model.rates, placed.placement.blocks
     num_blocks = len(units)
     backward_non_blocks = trace.non_blocks * 2.0
     share = (trace.backward - backward_non_blocks) * (1.0 / max(1, num_blocks))
@@ -111,21 +96,20 @@ def step_s(
     seconds: dict[tuple[int, Kind], float] = {}
     in_blocks = num_inside = 0
     for i, unit in enumerate(units):
-        placed = list(unit.placed)
-        numel, num_parameters = sum(p.numel for p in placed), len(placed)
+        numel, num_parameters = unit.numel, len(list(unit.placed))
         in_blocks, num_inside = in_blocks + numel, num_inside + num_parameters
         cost = trace.block[min(i, len(trace.block) - 1)]
         seconds[i, Kind.COMPUTE] = cost.seconds
         seconds[num_blocks + i, Kind.COMPUTE] = (share + update(numel, num_parameters)).seconds
         seconds[i, Kind.UPLOAD] = seconds[i, Kind.DOWNLOAD] = unit.nbytes * forward_s
         seconds[num_blocks + i, Kind.UPLOAD] = seconds[num_blocks + i, Kind.DOWNLOAD] = unit.nbytes * backward_s
-    outside = update(model.numel - in_blocks, sum(1 for _ in model.module.parameters()) - num_inside)
+    outside = update(model.numel - in_blocks, num_all - num_inside)
     seconds[pricing.NON_BLOCKS, Kind.COMPUTE] = (trace.non_blocks * 3.0 + outside).seconds
-    moving = set(streamed.blocks)
+    moving = set(placed.blocks)
     actions = pricing.forward_and_backward(
         num_blocks,
         streamed=moving,
-        num_slots=streamed.num_slots,
+        num_slots=placed.num_slots,
         forward_downloads=moving if sent_back_forward else (),
         backward_downloads=() if sent_back_forward else moving,
     )

@@ -7,8 +7,8 @@ float32 the master weight, the gradient and two moments. `bf16_states` puts thes
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ds_zo.config.learning_rates import starting_rate
@@ -21,8 +21,9 @@ from ds_zo.planner.estimate import (
     base_config,
     parts,
 )
-from ds_zo.planner.models import Model
-from ds_zo.planner.timeline import Cost, Trace
+from ds_zo.planner.models import LOW_RANK, Model
+from ds_zo.planner.timeline import Cost, LiveBytes, Trace
+from ds_zo.planner.units import PINNED
 
 _REDUCE_BUCKET_NUMEL = 500_000_000
 _LIVE_NUMEL = 1_000_000_000
@@ -35,9 +36,7 @@ _NORM_NUMEL = 250_000_000
 """DeepSpeed converts gradients to float64 to compute their norm: at stage 2 one gradient at a time, at stage 3
 `_NORM_NUMEL` elements at a time."""
 _ADAM: dict[str, Any] = {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.999], "weight_decay": 0.0}}
-_PINNED: dict[str, Any] = {"device": "cpu", "pin_memory": True}
 _BF16_STATES = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
-LOW_RANK = 16
 _PARAMETER_LOOP_S = 1.2e-4
 """Host time of one parameter in DeepSpeed's bf16 optimizer. The device is idle meanwhile."""
 _PAGEABLE_GBPS = 5.7
@@ -72,9 +71,7 @@ def estimate_on_device(
         device=parts(
             weights=model.weights_nbytes,
             states=states,
-            gradients=trace.peak_keeping.gradients,
-            activations=trace.peak_keeping.activations,
-            logits=trace.peak_keeping.logits,
+            **trace.peak_keeping.parts,
             workspace=TWO_WORKSPACES_NBYTES,
         ),
         host=parts(process=PROCESS_NBYTES + BACKWARD_NBYTES),
@@ -123,50 +120,42 @@ def estimate_zero_offload(
 ) -> Estimate:
     """Estimates ZeRO-Offload (stage 2): the download of gradients, Adam on the CPU and the upload of weights follow one
     another. Gradients are downloaded in the dtype of the states on the compute stream. Adam is planned at the rate of
-    float32 states. `native_pins`: DS_PIN_MEMORY_BACKEND=native is set, so that pinned buffers are not rounded up to
-    powers of two."""
+    float32 states.
+
+    DeepSpeed's `stage_1_and_2.py` pins four buffers: `single_partition_of_fp32_groups`, its gradient,
+    `param_buffer_of_bit16_for_cpu_offload_groups`, and `temp_grad_buffer_for_cpu_offload` for the largest gradient."""
     trace = model.backward_trace(checkpointing=checkpointing)
-    itemsize = model.weights_nbytes // model.numel
+    itemsize = model.itemsize
     largest = max(p.numel() for p in model.module.parameters()) * itemsize
     # With overlap_comm there are two buckets, from the first gradient to the end of the backward pass. A gradient that
     # is larger than a bucket is kept besides.
     buckets = 2 * _REDUCE_BUCKET_NUMEL * itemsize
     reducing = max(b.alive + itemsize * b.oversize_numel + _NORM_NBYTES * b.largest_numel for b in full_buckets(trace))
-    peak = _ReductionPeak.of(trace, at_all_times=0, from_first_gradient=buckets, reducing=reducing)
-    flat = (2 if bf16_states else 4) * model.numel
+    peak = _reduction_peak(trace, at_all_times=0, from_first_gradient=buckets, reducing=reducing)
+    flat = _flat_nbytes(model, bf16_states=bf16_states)
     rates = model.rates
-    forward_s, backward_s = trace.forward.seconds, trace.backward.seconds
     down_s, up_s = flat / (rates.link_down_gbps * 1e9), model.weights_nbytes / (rates.link_up_gbps * 1e9)
-    step_s = forward_s + backward_s + down_s + model.numel / (rates.cpu_adam_gparams * 1e9) + up_s
-    pin = int if native_pins else _pinned
-    return Estimate(
-        contender="zero-offload-bf16" if bf16_states else "zero-offload",
-        setting="stage 2, Adam on the CPU, pinned, overlap_comm" + (", bf16 states" if bf16_states else ""),
-        device=parts(
-            weights=model.weights_nbytes,
-            gradients=largest + peak.gradients,
-            activations=peak.activations,
-            logits=peak.logits,
-            workspace=TWO_WORKSPACES_NBYTES,
-        ),
-        host=parts(
-            master=pin(flat),
-            gradients=pin(flat) + pin(largest),
-            staging=pin(model.weights_nbytes),
-            states=2 * flat,
-            process=PROCESS_NBYTES + BACKWARD_NBYTES,
-        ),
-        step_s=step_s,
+    forward_s, backward_s = trace.forward.seconds, trace.backward.seconds
+    return _on_host(
+        model,
+        limits,
+        trace,
+        contender="zero-offload",
+        setting="stage 2, Adam on the CPU, pinned, overlap_comm",
+        device={"weights": model.weights_nbytes} | (peak + LiveBytes(largest, gradients=largest)).parts,
+        host=lambda pin: {
+            "master": pin(flat),
+            "gradients": pin(flat) + pin(largest),
+            "staging": pin(model.weights_nbytes),
+        },
+        native_pins=native_pins,
+        bf16_states=bf16_states,
+        step_s=forward_s + backward_s + down_s + model.numel / (rates.cpu_adam_gparams * 1e9) + up_s,
         starting_nbytes=2 * model.weights_nbytes,  # cloned on the device to make the float32 master
-        divided_s=step_s - forward_s - backward_s,
         up_nbytes=model.weights_nbytes,
         down_nbytes=flat,
         reduced_nbytes=model.weights_nbytes,
-        sharded=frozenset({"master", "gradients", "staging", "states"}),
-        config=_base_config(model, bf16_states=bf16_states)
-        | {"optimizer": _ADAM, "zero_optimization": {"stage": 2, "offload_optimizer": _PINNED, "overlap_comm": True}},
-        notes=(_at_best(model, forward_s, backward_s), _exactly(4 * flat + model.weights_nbytes)),
-        limits=limits,
+        zero={"stage": 2, "offload_optimizer": PINNED, "overlap_comm": True},
     )
 
 
@@ -184,69 +173,108 @@ def estimate_zero3(
     Gradients are downloaded in 16 bits, uploaded again, and downloaded in the dtype of the states. New weights are
     uploaded from pageable memory. Adam and that upload are planned at the rates of float32 states."""
     trace = model.backward_trace(checkpointing=checkpointing)
-    itemsize = model.weights_nbytes // model.numel
+    itemsize, weights = model.itemsize, model.weights_nbytes
     # There is one bucket at all times. DeepSpeed copies its gradients to reduce them; each is then uploaded again.
-    bucket = _REDUCE_BUCKET_NUMEL * itemsize
     reducing = max(
         b.alive
         + itemsize * (b.oversize_numel + b.copied_numel + b.largest_numel)
         + max(_NORM_NBYTES * min(b.largest_numel, _NORM_NUMEL), 4 * b.largest_numel)
         for b in full_buckets(trace)
     )
-    peak = _ReductionPeak.of(trace, at_all_times=bucket, from_first_gradient=0, reducing=reducing)
-    flat = (2 if bf16_states else 4) * model.numel
+    bucket = _REDUCE_BUCKET_NUMEL * itemsize
+    peak = _reduction_peak(trace, at_all_times=bucket, from_first_gradient=0, reducing=reducing)
+    flat = _flat_nbytes(model, bf16_states=bf16_states)
     sub_groups = _sub_groups(model)
     uploads = 3 if checkpointing else 2  # each use gathers a layer anew, above the limit of live parameters
-    there = min(model.numel, _LIVE_NUMEL) * itemsize if offload_param else model.weights_nbytes
-    gathers = uploads * model.weights_nbytes if offload_param and model.numel > _LIVE_NUMEL else 0
+    gathers = uploads * weights if offload_param and model.numel > _LIVE_NUMEL else 0
     rates = model.rates
     forward_s = max(trace.forward.seconds, gathers / uploads / (rates.link_up_gbps * 1e9))
     backward_s = max(trace.backward.seconds, gathers * (uploads - 1) / uploads / (rates.link_duplex_gbps * 1e9))
-    backward_s += (model.weights_nbytes + flat) / (rates.link_down_gbps * 1e9)
+    backward_s += (weights + flat) / (rates.link_down_gbps * 1e9)
     passes = 1 + (_BF16_HOST_PASSES if bf16_states else _HOST_PASSES)
     step_s = forward_s + backward_s + passes * model.numel / (rates.cpu_adam_gparams * 1e9)
-    step_s += 0.0 if offload_param else model.weights_nbytes / (min(_PAGEABLE_GBPS, rates.link_up_gbps) * 1e9)
-    zero: dict[str, Any] = {"stage": 3, "offload_optimizer": _PINNED}
-    if offload_param:
-        zero["offload_param"] = _PINNED
-    pin = int if native_pins else _pinned
+    step_s += 0.0 if offload_param else weights / (min(_PAGEABLE_GBPS, rates.link_up_gbps) * 1e9)
     # DeepSpeed pins parameters one by one before it copies them to one buffer, and PyTorch never frees pinned memory.
-    one_by_one = (p.numel() * itemsize for p in model.module.parameters() if p.numel() > _PERSISTENT_NUMEL)
-    kept = sum(map(_pinned, one_by_one)) if offload_param and not native_pins else 0
-    return Estimate(
-        contender=("zero-3" if offload_param else "zero-3-gpu-params") + ("-bf16" if bf16_states else ""),
+    one_by_one = [p.numel() * itemsize for p in model.module.parameters() if p.numel() > _PERSISTENT_NUMEL]
+
+    def host(pin: Callable[[int], int]) -> dict[str, int]:
+        kept = sum(map(pin, one_by_one)) if pin is _pinned else 0
+        # Where weights are on the GPU, new ones are converted to 16 bits one sub-group at a time.
+        converted = 0 if offload_param or bf16_states else itemsize * max(sub_groups)
+        return {
+            "weights": pin(weights) + kept if offload_param else 0,
+            "master": flat,
+            "gradients": sum(pin(flat // model.numel * numel) for numel in sub_groups),
+            "staging": pin(weights) + converted,
+        }
+
+    return _on_host(
+        model,
+        limits,
+        trace,
+        contender="zero-3" if offload_param else "zero-3-gpu-params",
+        setting=f"stage 3, Adam{' and parameters' if offload_param else ''} on the CPU, pinned",
+        device={"weights": min(model.numel, _LIVE_NUMEL) * itemsize if offload_param else weights} | peak.parts,
+        host=host,
+        native_pins=native_pins,
+        bf16_states=bf16_states,
         gathers_weights=not offload_param,
-        setting=f"stage 3, Adam{' and parameters' if offload_param else ''} on the CPU, pinned"
-        + (", bf16 states" if bf16_states else ""),
-        device=parts(
-            weights=there,
-            gradients=peak.gradients,
-            activations=peak.activations,
-            logits=peak.logits,
-            workspace=TWO_WORKSPACES_NBYTES,
-        ),
-        host=parts(
-            weights=pin(model.weights_nbytes) + kept if offload_param else 0,
-            master=flat,
-            gradients=sum(pin(flat // model.numel * numel) for numel in sub_groups),
-            # Where weights are on the GPU, new ones are converted to 16 bits one sub-group at a time.
-            staging=pin(model.weights_nbytes) + (0 if offload_param or bf16_states else itemsize * max(sub_groups)),
-            states=2 * flat,
-            process=PROCESS_NBYTES + BACKWARD_NBYTES,
-        ),
         step_s=step_s,
-        divided_s=step_s - trace.forward.seconds - trace.backward.seconds,
-        up_nbytes=gathers + (1 if offload_param else 2) * model.weights_nbytes,
-        down_nbytes=model.weights_nbytes + flat,
-        reduced_nbytes=3 * model.weights_nbytes // 2,  # two all-gathers and a reduce-scatter, of 1/2 all-reduce each
-        sharded=frozenset({"weights", "master", "gradients", "staging", "states"}),
-        config=_base_config(model, bf16_states=bf16_states) | {"optimizer": _ADAM, "zero_optimization": zero},
-        notes=(
-            _at_best(model, trace.forward.seconds, trace.backward.seconds),
-            _exactly(4 * flat + (2 if offload_param else 1) * model.weights_nbytes),
-        ),
-        limits=limits,
+        up_nbytes=gathers + (1 if offload_param else 2) * weights,
+        down_nbytes=weights + flat,
+        reduced_nbytes=3 * weights // 2,  # two all-gathers and a reduce-scatter, of 1/2 all-reduce each
+        zero={"stage": 3, "offload_optimizer": PINNED} | ({"offload_param": PINNED} if offload_param else {}),
     )
+
+
+def _on_host(
+    model: Model,
+    limits: Limits,
+    trace: Trace,
+    *,
+    device: dict[str, int],
+    host: Callable[[Callable[[int], int]], dict[str, int]],
+    native_pins: bool,
+    bf16_states: bool,
+    zero: dict[str, Any],
+    **figures: Any,
+) -> Estimate:
+    """An estimate of Adam on the CPU. `host` returns the buffers besides Adam's moments, and takes the function that
+    gives a pinned buffer its size.
+
+    `native_pins`: DS_PIN_MEMORY_BACKEND=native is set, so that pinned buffers are not rounded up to powers of two."""
+    config: dict[str, Any] = base_config(batch=model.batch, dtype=model.dtype)
+    if bf16_states:
+        config["bf16"] = {**config["bf16"], **_BF16_STATES}
+    beside = {
+        "states": 2 * _flat_nbytes(model, bf16_states=bf16_states),
+        "process": PROCESS_NBYTES + BACKWARD_NBYTES,
+    }
+    exact, rounded = (host(pin) | beside for pin in (int, _pinned))
+    forward_s, backward_s = trace.forward.seconds, trace.backward.seconds
+    best_s = zero_step_s(model, forward_s, backward_s)
+    notes = [f"{best_s:.3g} s a step by Eq. 1 of the LSP paper, which hides more copies than DeepSpeed does"]
+    if not native_pins:
+        native = f"DS_PIN_MEMORY_BACKEND=native needs {sum(exact.values()) / 1e9:.1f} GB of host memory"
+        notes.append(f"PyTorch pins in powers of two; {native}")
+    found = Estimate(
+        device=parts(**device, workspace=TWO_WORKSPACES_NBYTES),
+        host=parts(**exact if native_pins else rounded),
+        sharded=frozenset({"weights", "master", "gradients", "staging", "states"}),
+        config=config | {"optimizer": _ADAM, "zero_optimization": zero},
+        notes=tuple(notes),
+        limits=limits,
+        **figures,
+    )
+    found = replace(found, divided_s=found.step_s - forward_s - backward_s)
+    if not bf16_states:
+        return found
+    return replace(found, contender=f"{found.contender}-bf16", setting=f"{found.setting}, bf16 states")
+
+
+def _flat_nbytes(model: Model, *, bf16_states: bool) -> int:
+    """Bytes of one flat buffer in the dtype of the states: the master, its gradient, or a moment."""
+    return (2 if bf16_states else 4) * model.numel
 
 
 @dataclass(frozen=True)
@@ -279,23 +307,15 @@ def full_buckets(trace: Trace) -> Iterator[FullBucket]:
             inside.append(gradient.numel)
 
 
-@dataclass(frozen=True)
-class _ReductionPeak:
-    """Bytes at the peak of a pass whose gradients are reduced bucket by bucket, by kind."""
-
-    activations: int
-    logits: int
-    gradients: int
-
-    @classmethod
-    def of(cls, trace: Trace, *, at_all_times: int, from_first_gradient: int, reducing: int) -> _ReductionPeak:
-        """`at_all_times` and `from_first_gradient` are bytes of buckets. `reducing` are the most bytes that are alive
-        while a bucket is reduced, the buckets aside."""
-        before = trace.peak.total + at_all_times
-        after = max(trace.peak_from_first_gradient, reducing) + at_all_times + from_first_gradient
-        if before >= after:
-            return cls(trace.peak.activations, trace.peak.logits, at_all_times)
-        return cls(trace.peak_from_first_gradient, 0, after - trace.peak_from_first_gradient)
+def _reduction_peak(trace: Trace, *, at_all_times: int, from_first_gradient: int, reducing: int) -> LiveBytes:
+    """Bytes at the peak of a pass whose gradients are reduced bucket by bucket. `at_all_times` and
+    `from_first_gradient` are bytes of buckets. `reducing` are the most bytes that are alive while a bucket is reduced,
+    the buckets aside."""
+    before = trace.peak.total + at_all_times
+    after = max(trace.peak_from_first_gradient, reducing) + at_all_times + from_first_gradient
+    if before >= after:
+        return trace.peak + LiveBytes(at_all_times, gradients=at_all_times)
+    return LiveBytes(after, gradients=after - trace.peak_from_first_gradient)
 
 
 def _sub_groups(model: Model) -> list[int]:
@@ -317,24 +337,22 @@ def zero_step_s(model: Model, forward_s: float, backward_s: float) -> float:
     return forward_s + max(backward_s, down_s) + max(model.numel / (rates.cpu_adam_gparams * 1e9), up_s)
 
 
-def estimate_low_rank(
-    model: Model, limits: Limits, *, method: str, rank: int = LOW_RANK, checkpointing: bool = True
-) -> Estimate:
+def estimate_low_rank(model: Model, limits: Limits, *, method: str, checkpointing: bool = True) -> Estimate:
     """Estimates LoRA or GaLore on the matrices of the blocks, by Table 2 of the LSP paper.
 
     For an m x n matrix, rank r and beta = 3 for Adam, LoRA stores beta (m + n) r elements besides the weights, and
     GaLore (m + beta n) r elements. Adam's moments among them are in float32."""
     trace = model.backward_trace(checkpointing=checkpointing)
-    itemsize = model.weights_nbytes // model.numel
-    long = sum(max(shape) for shape in model.matrices) * rank
-    short = sum(min(shape) for shape in model.matrices) * rank
+    itemsize = model.itemsize
+    long = sum(max(shape) for shape in model.matrices) * LOW_RANK
+    short = sum(min(shape) for shape in model.matrices) * LOW_RANK
     trained = long + short if method == "lora" else long
     if method == "lora":
         extra, states = itemsize * trained, 8 * trained
-        setting = f"rank {rank}, weights frozen"
+        setting = f"rank {LOW_RANK}, weights frozen"
     else:
         extra, states = itemsize * short, 8 * trained
-        setting = f"rank {rank}, gradients projected, weights trained"
+        setting = f"rank {LOW_RANK}, gradients projected, weights trained"
     backward = trace.backward * (2 / 3 if method == "lora" else 1.0)  # no gradients of frozen matrices
     update = Cost(
         0.0, (24 * trained + 3 * model.weights_nbytes * (method != "lora")) / (model.rates.device_memory_gbps * 1e9)
@@ -346,8 +364,7 @@ def estimate_low_rank(
             weights=model.weights_nbytes,
             projectors=extra,
             states=states,
-            activations=trace.peak.activations,
-            logits=trace.peak.logits,
+            **trace.peak.parts,
             workspace=TWO_WORKSPACES_NBYTES,
         ),
         host=parts(process=PROCESS_NBYTES),
@@ -366,22 +383,6 @@ def lora_config(model: Model) -> dict[str, Any]:
         "optimizer": {**_ADAM, "params": {**_ADAM["params"], "lr": rate}},
         "zero_optimization": {"stage": 0},
     }
-
-
-def _base_config(model: Model, *, bf16_states: bool) -> dict[str, Any]:
-    config: dict[str, Any] = base_config(batch=model.batch, dtype=model.dtype)
-    if bf16_states:
-        config["bf16"] = {**config["bf16"], **_BF16_STATES}
-    return config
-
-
-def _at_best(model: Model, forward_s: float, backward_s: float) -> str:
-    best_s = zero_step_s(model, forward_s, backward_s)
-    return f"{best_s:.3g} s a step by Eq. 1 of the LSP paper, which hides more copies than DeepSpeed does"
-
-
-def _exactly(nbytes: int) -> str:
-    return f"PyTorch pins in powers of two; DS_PIN_MEMORY_BACKEND=native needs {nbytes / 1e9:.1f} GB of host memory"
 
 
 def _pinned(nbytes: int) -> int:

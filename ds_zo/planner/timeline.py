@@ -21,6 +21,11 @@ class LiveBytes:
     def activations(self) -> int:
         return self.total - self.logits - self.gradients
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes by part, under the names that estimates show."""
+        return {"gradients": self.gradients, "activations": self.activations, "logits": self.logits}
+
     def __add__(self, other: LiveBytes) -> LiveBytes:
         return LiveBytes(self.total + other.total, self.logits + other.logits, self.gradients + other.gradients)
 

@@ -1,4 +1,4 @@
-"""The units of a planned model, in the forms that `ds_zo.stream` stores them in."""
+"""The units of a planned model: the forms in which `ds_zo.stream` stores them, and how many blocks do not stream."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from torch import nn
 
 from ds_zo.config.section import StreamConfig
 from ds_zo.ops import MXFP4
+from ds_zo.planner.estimate import Limits
 from ds_zo.planner.models import Model
+from ds_zo.streaming.budget import Needed, most_resident
 from ds_zo.streaming.placement import WIRE, Placement, plan_units
+
+PINNED = {"device": "cpu", "pin_memory": True}
+"""`offload_param` and `offload_optimizer` of the JSON."""
 
 
 def units_of(
@@ -40,3 +45,27 @@ def units_of(
             "has no experts: take nf4 (--stream)"
         )
     return placement
+
+
+def num_resident(
+    placement: Placement, limits: Limits, stream: StreamConfig, needed: Needed, *, other_nbytes: int
+) -> int:
+    """How many blocks stay on the device, where blocks stream: as many as the user says, or as fit. `other_nbytes`:
+    device memory that `needed` does not count."""
+    if stream.resident_blocks is not None:
+        return min(stream.resident_blocks, len(placement.blocks))
+    if limits.device_nbytes is None:
+        return 0
+    found = most_resident(placement, budget_nbytes=limits.device_nbytes, activations_nbytes=other_nbytes, needed=needed)
+    return max(0, found)
+
+
+def section_of(limits: Limits, stream: StreamConfig, *, offload: bool, **zero: Any) -> dict[str, Any]:
+    """The keys of the JSON that say how blocks are stored and whether they stream. `zero`: further keys of
+    `zero_optimization`."""
+    section = stream.model_dump(exclude_unset=True)
+    if offload and limits.device_nbytes is not None and stream.resident_blocks is None:
+        section["device_memory_gb"] = limits.device_nbytes / 1e9
+    if offload:
+        zero["offload_param"] = PINNED
+    return {"zero_optimization": {"stage": 0, **zero}} | ({"ds_zo": {"stream": section}} if section else {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 from ds_zo.backends.zo.buffers import ZOBuffers
 from ds_zo.backends.zo.cuda_graphs import MOST_RECORDED_FLOPS
@@ -13,12 +13,19 @@ from ds_zo.config.section import StreamConfig
 from ds_zo.ops import PACKED
 from ds_zo.ops.segments import chunk_numel
 from ds_zo.planner import pricing
-from ds_zo.planner.estimate import PROCESS_NBYTES, WORKSPACE_NBYTES, Estimate, Limits, base_config, parts
-from ds_zo.planner.models import Model
+from ds_zo.planner.estimate import (
+    PROCESS_NBYTES,
+    WORKSPACE_NBYTES,
+    Estimate,
+    Limits,
+    base_config,
+    parts,
+    streaming_where_needed,
+)
+from ds_zo.planner.models import LOW_RANK, Model
 from ds_zo.planner.rates import Rates
-from ds_zo.planner.stock import LOW_RANK
-from ds_zo.planner.units import units_of
-from ds_zo.streaming.budget import Needed, fits, most_resident
+from ds_zo.planner.units import num_resident, section_of, units_of
+from ds_zo.streaming.budget import fits
 from ds_zo.streaming.fold_schedule import turn
 from ds_zo.streaming.placement import Placement, evenly_spaced
 from ds_zo.streaming.schedule import Action, Kind
@@ -45,13 +52,10 @@ def estimate_zo(
     `stream.frozen_dtype`, LoRA adapters of rank LOW_RANK on all matrices of the blocks are trained, and nothing else.
     `checkpointing` changes nothing: ZO keeps no activations."""
     stream, params = stream or StreamConfig(), params or ZOParams()
-    if offload is None:
-        whole = _estimate(model, limits, stream, params, offload=False)
-        return whole if whole.fits_device else _estimate(model, limits, stream, params, offload=True)
-    return _estimate(model, limits, stream, params, offload=offload)
+    return streaming_where_needed(partial(_estimate, model, limits, stream, params), offload)
 
 
-def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOParams, *, offload: bool) -> Estimate:
+def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOParams, offload: bool) -> Estimate:
     has_adapters = stream.frozen_dtype != "auto"
     placement = units_of(
         model, stream, trains_base=not has_adapters, wire=stream.wire_dtype, split=stream.master == "split"
@@ -66,21 +70,18 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     other_nbytes = (
         trace.peak.total + (num_passes - 1) * trace.paused_nbytes + WORKSPACE_NBYTES + _table_nbytes(placement)
     )
-    adapters_numel = LOW_RANK * sum(map(sum, model.matrices)) if has_adapters else 0
-    itemsize = model.weights_nbytes // model.numel
-    adapters_nbytes = adapters_numel * (itemsize + (2 if stream.master == "split" and itemsize < 4 else 0))
+    splits = stream.master == "split" and model.itemsize < 4
+    adapters_nbytes = model.adapters_numel * (model.itemsize + 2 * splits) if has_adapters else 0
     other_nbytes += recordings + adapters_nbytes
-    num_resident = (
-        _num_resident(placement, limits, stream, buffers.device_bytes, other_nbytes=other_nbytes)
-        if offload
-        else num_blocks
-    )
-    stays = evenly_spaced(num_blocks, num_resident)
+    stay = num_blocks
+    if offload:
+        stay = num_resident(placement, limits, stream, buffers.device_bytes, other_nbytes=other_nbytes)
+    stays = evenly_spaced(num_blocks, stay)
     streamed = [i for i in range(num_blocks) if i not in stays]
     if fixed is None:
 
         def device_nbytes(chosen: ZOBuffers) -> int:
-            return chosen.device_bytes(num_resident).total + other_nbytes
+            return chosen.device_bytes(stay).total + other_nbytes
 
         budget_nbytes = limits.device_nbytes
         interval = best_interval(
@@ -93,24 +94,15 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
         has_room = fits(device_nbytes(paired), budget_nbytes=budget_nbytes)
         if has_room and streamed and _is_compute_bound(model, placement, streamed, buffers, params):
             buffers = paired
-    pairs = buffers.pairs(num_resident)
-    there = buffers.device_bytes(num_resident)
+    pairs = buffers.pairs(stay)
+    there = buffers.device_bytes(stay)
     store = sum(placement.blocks[i].nbytes for i in streamed)
     low_store = sum(u.low_nbytes for u in placement.blocks) if streamed else 0
     whole_store = sum(u.nbytes + u.low_nbytes for u in placement.blocks)
     up_nbytes, down_nbytes = _traffic(placement, streamed, buffers.interval)
     step_s = _step_s(model, placement, streamed, buffers, params)
     interval = buffers.interval
-    config = base_config(batch=model.batch, dtype=model.dtype)
-    config["optimizer"] = {"type": "ZO", "params": _written(params)}
-    config["zero_optimization"] = {"stage": 0}
-    section = stream.model_dump(exclude_unset=True)
-    if offload:
-        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
-        if limits.device_nbytes is not None and stream.resident_blocks is None:
-            section["device_memory_gb"] = limits.device_nbytes / 1e9
-    if section:
-        config["ds_zo"] = {"stream": section}
+    written = {"lr": params.lr, "zo_eps": params.zo_eps, **params.model_dump(exclude_unset=True)}
     return Estimate(
         contender="zo",
         setting=_setting(stream, num_streamed=len(streamed), num_blocks=num_blocks, interval=interval),
@@ -132,7 +124,9 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
         up_nbytes=int(up_nbytes),
         down_nbytes=int(down_nbytes),
         reduced_nbytes=4 * params.num_directions,
-        config=config,
+        config=base_config(batch=model.batch, dtype=model.dtype)
+        | {"optimizer": {"type": "ZO", "params": written}}
+        | section_of(limits, stream, offload=offload),
         limits=limits,
     )
 
@@ -142,26 +136,6 @@ def _setting(stream: StreamConfig, *, num_streamed: int, num_blocks: int, interv
     if stream.frozen_dtype != "auto":
         return f"{where}, base in {stream.frozen_dtype}, LoRA of rank {LOW_RANK} trained"
     return f"{where}, master {stream.master}" + (f", written back every {interval} steps" if num_streamed else "")
-
-
-def _written(params: ZOParams) -> dict[str, Any]:
-    return {"lr": params.lr, "zo_eps": params.zo_eps, **params.model_dump(exclude_unset=True)}
-
-
-def _num_resident(
-    placement: Placement,
-    limits: Limits,
-    stream: StreamConfig,
-    needed: Needed,
-    *,
-    other_nbytes: int,
-) -> int:
-    if stream.resident_blocks is not None:
-        return min(stream.resident_blocks, len(placement.blocks))
-    if limits.device_nbytes is None:
-        return 0
-    found = most_resident(placement, budget_nbytes=limits.device_nbytes, activations_nbytes=other_nbytes, needed=needed)
-    return max(0, found)
 
 
 def _is_recorded(model: Model, placement: Placement, num_passes: int, *, pairs: bool) -> bool:

@@ -51,7 +51,11 @@ def test_a_recipes_json_is_valid_and_has_bf16(recipe: Recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=by_file)
-def test_the_plan_fits_by_the_command_shown(recipe: Recipe, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_fits_by_the_command_shown(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in recipe.env.items():
+        monkeypatch.setenv(name, value)
     assert main([*shlex.split(recipe.plan_command)[1:], "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     found, estimate = recipe.plan()

@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_zo.cli import main
 from ds_zo.planner import load_model, plan
-from ds_zo.planner.stock import LOW_RANK
+from ds_zo.planner.models import LOW_RANK
 from tests.helpers.moe_configs import moe_configs
 
 NEED_VALUES = {"jetmoe", "longcat_flash", "switch_transformers"}
