@@ -54,10 +54,6 @@ def param(key: str, value: Any) -> dict[str, Any]:
     return {f"optimizer.params.{key}": value}
 
 
-def stream(key: str, value: Any) -> dict[str, Any]:
-    return {f"ds_zo.stream.{key}": value}
-
-
 Row = tuple[str, dict[str, Any], list[str], str]
 """A type, edits, words or values that are expected, and the location of an error."""
 
@@ -231,6 +227,8 @@ ZO | zero_optimization.offload_param.device = "gpu" | none, cpu, nvme
 ZO | zero_optimization.offload_param = "cpu" | must be an object
 ZO | zero_optimization.offload_param = true | must be an object & write {"device": ...}
 ZO | zero_optimization = null | must be an object
+ZO | zero_optimization.cpu_offload_param = true | must be valid for DeepSpeed & correct it | zero_optimization
+ZO | zero_optimization.leaf_module = 1 | must be a mapping & correct it | zero_optimization
 ZO | optimizer = "ZO" | must be an object & write {"type": "ZO", "params": {...}}
 ZO | bf16 = true | must be an object
 LOMO | fp16.enabled = 3 | true or false
@@ -360,11 +358,11 @@ def test_client_optimizer_beside_an_optimizer_block_is_refused() -> None:
 
 
 def test_refusing_takes_no_memory_and_does_not_edit_the_json() -> None:
-    config = edited(base(), stream("device_slots", 1))
+    config = edited(base(), {"ds_zo.stream.device_slots": 1})
     before = copy.deepcopy(config)
     with pytest.raises(ConfigError):
         resolve(config)
-    resolve(edited(config, stream("device_slots", 2)))
+    resolve(edited(config, {"ds_zo.stream.device_slots": 2}))
     assert config == before
     assert not torch.cuda.is_initialized()
 

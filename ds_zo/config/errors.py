@@ -16,7 +16,7 @@ _RULE_ERROR = "ds_zo_rule"
 _MAX_VALUE_CHARS = 60
 _NEAR = 0.85
 
-_TYPE_RULES = {
+_RULES = {
     "int": "must be an integer",
     "float": "must be a number",
     "bool": "must be true or false",
@@ -26,13 +26,15 @@ _TYPE_RULES = {
     "dict": "must be an object",
     "model": "must be an object",
     "finite": "must be a finite number",
+    "greater_than": "must be > {gt}",
+    "greater_than_equal": "must be >= {ge}",
+    "less_than": "must be < {lt}",
+    "less_than_equal": "must be <= {le}",
+    "too_long": "has the wrong number of entries",
+    "too_short": "has the wrong number of entries",
+    "missing": "has the wrong number of entries",
 }
-_BOUND_RULES = {
-    "greater_than": ("gt", ">"),
-    "greater_than_equal": ("ge", ">="),
-    "less_than": ("lt", "<"),
-    "less_than_equal": ("le", "<="),
-}
+"""The rule of an error by its kind in pydantic, or by the first word of the kind."""
 
 
 class ConfigError(ValueError):
@@ -141,23 +143,17 @@ def _cause(detail: ErrorDetails, path: list[str], model: type[BaseModel]) -> str
         near = difflib.get_close_matches(str(value).lower(), options, n=1)
         remedy = f'did you mean "{near[0]}"?' if near else _default_remedy(field)
         return f"{name} must be one of {', '.join(options)}, got {shown(value)}; {remedy}"
-    if kind in ("too_long", "too_short", "missing"):
-        return f"{name} has the wrong number of entries, got {shown(value)}; {_default_remedy(field)}"
-    if kind in _BOUND_RULES:
-        key, sign = _BOUND_RULES[kind]
-        return f"{name} must be {sign} {context[key]}, got {shown(value)}; {_default_remedy(field)}"
     if kind in ("value_error", "assertion_error"):
         return f"{context['error']}, got {shown(value)}; {_default_remedy(field)}"
     wanted = kind.split("_")[0]
-    rule = _TYPE_RULES.get(wanted)
-    if rule is None:
-        return f"{name} is not valid: {detail['msg']}, got {shown(value)}; {_default_remedy(field)}"
+    rule = _RULES.get(kind) or _RULES.get(wanted)
+    text = f"is not valid: {detail['msg']}" if rule is None else rule.format(**context)
     form: str | None = None
     if wanted in ("int", "float", "bool"):
         form = type_remedy(value)
     elif wanted == "model" and field is not None and (inner := model_in(field.annotation)) is not None:
         form = f'write {{"{keys_of(inner)[0]}": ...}}, or leave it out'
-    return f"{name} {rule}, got {shown(value)}; {form or _default_remedy(field)}"
+    return f"{name} {text}, got {shown(value)}; {form or _default_remedy(field)}"
 
 
 def type_remedy(value: Any) -> str | None:

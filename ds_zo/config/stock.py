@@ -204,6 +204,9 @@ def parse(model: type[Model], data: dict[str, Any], *, at: str) -> Model:
         return model(**data)
     except ValidationError as error:
         raise translate(error, model, at=at) from None
+    except (AssertionError, TypeError) as error:  # of DeepSpeed's own checks, which pydantic does not see
+        text = f"{at} must be valid for DeepSpeed, got {shown(data)}: {error}; correct it"
+        raise ConfigError(text, at=at) from None
 
 
 def _accumulation_steps(numbers: _Numbers, world_size: int | None) -> int:
