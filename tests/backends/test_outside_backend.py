@@ -25,6 +25,8 @@ from ds_zo.config import BACKENDS, ConfigError, OptimizerParams, backend_of, reg
 from ds_zo.config.docs import key_tables
 from ds_zo.planner import Estimate, Limits, Model, plan
 from ds_zo.plugin.engine import PluginEngine
+from tests.helpers.lomo_runs import assert_close, assert_equal
+from tests.helpers.lomo_runs import train as train_on
 from tests.helpers.ranks import job
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 
@@ -77,10 +79,7 @@ def start(ds_config: dict[str, Any]) -> PluginEngine:
 
 
 def train(engine: PluginEngine, seeds: range) -> None:
-    for seed in seeds:
-        batch = {name: value.to(engine.device) for name, value in tiny_batch("llama", seed=seed).items()}
-        engine.backward(engine(**batch).loss)
-        engine.step()
+    train_on(engine, [tiny_batch("llama", seed=seed) for seed in seeds])
 
 
 @torch.no_grad()
@@ -105,17 +104,6 @@ def torch_sgd(seeds: range, *, device: torch.device, accumulation: int = 1) -> d
 
 def weights(engine: PluginEngine) -> dict[str, torch.Tensor]:
     return {name: value.detach().cpu().clone() for name, value in engine.module_state_dict().items()}
-
-
-def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert not [name for name in a if not torch.equal(a[name], b[name])]
-
-
-def assert_close(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

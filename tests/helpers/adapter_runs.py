@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.lomo_runs import train
 from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.zo_runs import assert_equal, weights
 
 peft = pytest.importorskip("peft")
 LR = 1e-2
@@ -76,20 +78,6 @@ def start(model: nn.Module, json: dict[str, Any] | None = None, **arguments: Any
     return deepspeed.initialize(model=model, config=json, **arguments)[0]
 
 
-def train(engine: Any, data: Sequence[dict[str, torch.Tensor]]) -> list[float]:
-    losses = []
-    for batch in data:
-        loss = engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
-def weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
-
-
 def run(model: nn.Module, data: Sequence[dict[str, torch.Tensor]], **options: Any) -> tuple[Any, Any]:
     """Losses, and the weights at the end."""
     engine = start(copy.deepcopy(model), adapter_json(**options))
@@ -133,9 +121,7 @@ def run_plain(
 def assert_same(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> None:
     """Losses and weights are equal bit for bit."""
     assert ours[0] == theirs[0]
-    assert ours[1].keys() == theirs[1].keys()
-    for name, value in ours[1].items():
-        assert torch.equal(value, theirs[1][name]), name
+    assert_equal(ours[1], theirs[1])
 
 
 def assert_moved(model: nn.Module, end: dict[str, torch.Tensor]) -> None:

@@ -19,6 +19,7 @@ from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enab
 from ds_zo.ops import mxfp4, nf4
 from ds_zo.streaming.loading import SafetensorsSource, load_pretrained, read_all
 from tests.helpers.loaded_models import engine_for, lora_over, zo_json
+from tests.helpers.lomo_runs import batches, train
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -41,14 +42,8 @@ def assert_same_run(ours: nn.Module, theirs: nn.Module, config: dict[str, Any], 
         assert torch.equal(value, states[1][key]), key
     for (key, a), (_, b) in zip(engines[0].module.named_buffers(), engines[1].module.named_buffers(), strict=True):
         assert torch.equal(a, b), key
-    for seed in range(3):
-        losses = []
-        for engine in engines:
-            output = engine(**tiny_batch(name, seed=seed, batch_size=2, length=8))
-            engine.backward(output.loss)
-            engine.step()
-            losses.append(output.loss.item())
-        assert losses[0] == losses[1]
+    losses = [train(engine, batches(name, 3)) for engine in engines]
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["sharded", "one file"])
@@ -326,13 +321,7 @@ def named(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def adapter_losses(engine: Any) -> list[float]:
-    losses = []
-    for seed in range(2):
-        loss = engine(**tiny_batch("llama", seed=seed, batch_size=2, length=8)).loss
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train(engine, batches("llama", 2))
 
 
 def bitsandbytes_folder(folder: Path, *, settings: dict[str, Any] | None = None) -> tuple[str, nn.Module]:

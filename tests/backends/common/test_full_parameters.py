@@ -19,6 +19,7 @@ from deepspeed.utils import (
 )
 
 from tests.helpers import adapter_runs, lomo_runs
+from tests.helpers.lomo_runs import assert_equal
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -51,10 +52,6 @@ def train(engine: Any, num_steps: int, *, first: int = 0) -> None:
 
 def full(engine: Any) -> dict[str, torch.Tensor]:
     return {name: safe_get_full_fp32_param(p) for name, p in engine.module.named_parameters()}
-
-
-def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert [name for name, value in theirs.items() if not torch.equal(ours[name], value)] == []
 
 
 @pytest.mark.parametrize("kind", ENGINES)

@@ -16,7 +16,7 @@ import transformers
 import ds_zo  # noqa: F401
 from ds_zo.backends.common.plain_copies import StandIn
 from tests.helpers.tiny_models import tiny_batch, tiny_model
-from tests.helpers.zo_runs import log_lines
+from tests.helpers.zo_runs import assert_equal, log_lines, train, weights
 
 LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "lsp": 1e-3}
 BATCHES = [tiny_batch("llama", seed=seed) for seed in range(4)]
@@ -31,21 +31,6 @@ def engine_for(backend: str, *, stream: bool, wire: str = "auto") -> Any:
         "ds_zo": {"stream": {"wire_dtype": wire}} if stream else {},
     }
     return deepspeed.initialize(model=tiny_model("llama"), config=config)[0]
-
-
-def train(engine: Any, batches: list[dict[str, torch.Tensor]]) -> None:
-    for batch in batches:
-        engine.backward(engine(**{name: value.to(engine.device) for name, value in batch.items()}).loss)
-        engine.step()
-
-
-def weights(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.to("cpu", copy=True) for name, value in module.state_dict().items()}
-
-
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
 @pytest.mark.parametrize(
@@ -66,8 +51,8 @@ def test_a_copy_is_a_plain_module_of_this_step(
     reference = copy.deepcopy(engine.module)
     layer = copy.deepcopy(engine.module.model.layers[0])
     then = weights(engine.module)
-    assert_same({name: p.detach().cpu() for name, p in reference.named_parameters()}, then)
-    assert_same(weights(layer), weights(reference.model.layers[0]))
+    assert_equal({name: p.detach().cpu() for name, p in reference.named_parameters()}, then)
+    assert_equal(weights(layer), weights(reference.model.layers[0]))
 
     # The one that is trained goes on as if nobody had copied it, and the copy stays. It alone can be converted; weights
     # that live in an engine's store stay, as Trainer's bf16_full_eval would otherwise leave them behind.
@@ -75,17 +60,17 @@ def test_a_copy_is_a_plain_module_of_this_step(
     if backend == "zo" or stream:
         assert engine.module.to(torch.bfloat16).dtype is torch.float32
     train(engine, BATCHES[2:])
-    assert_same(weights(reference), then)
+    assert_equal(weights(reference), then)
     other = engine_for(backend, stream=stream, wire=wire)
     train(other, BATCHES)
-    assert_same(weights(engine.module), weights(other.module))
+    assert_equal(weights(engine.module), weights(other.module))
 
     # The copy computes, saves and is trained by itself, and outlives its engine without keeping it.
     plain = tiny_model("llama")
     plain.load_state_dict(then)
     reference.save_pretrained(tmp_path)
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32")
-    assert_same(saved.state_dict(), then)
+    assert_equal(saved.state_dict(), then)
     kept = weakref.ref(engine.backend)
     engine.destroy()
     del engine
@@ -96,7 +81,7 @@ def test_a_copy_is_a_plain_module_of_this_step(
         loss = module(**BATCHES[0], use_cache=False).loss
         loss.backward()
         torch.optim.SGD(module.parameters(), lr=0.1).step()
-    assert_same(weights(reference), weights(plain))
+    assert_equal(weights(reference), weights(plain))
 
 
 @pytest.mark.parametrize(("backend", "wire"), [("zo", "auto"), ("zo", "fp8"), ("lomo", "auto"), ("lsp", "auto")])
@@ -113,7 +98,7 @@ def test_what_is_assigned_to_data_is_trained_on(backend: str, wire: str, single_
                     p.data.mul_(2)
         train(engine, BATCHES[2:])
         runs.append(weights(engine.module))
-    assert_same(*runs)
+    assert_equal(*runs)
 
 
 def test_copies_that_a_read_makes_are_told_of_once(single_process: None) -> None:
@@ -136,7 +121,7 @@ def test_a_copy_of_gathered_parameters_has_what_they_show(single_process: None) 
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
         engine.module.lm_head.weight.data.fill_(0.5)
         reference = copy.deepcopy(engine.module)
-    assert_same(weights(engine.module), weights(reference))
+    assert_equal(weights(engine.module), weights(reference))
     assert (reference.lm_head.weight == 0.5).all()
 
 
