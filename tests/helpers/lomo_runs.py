@@ -11,6 +11,7 @@ from torch import nn
 
 import ds_zo  # noqa: F401
 from tests.helpers.equivalence_runs import on_device
+from tests.helpers.loaded_models import lora_over
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 Weights = dict[str, torch.Tensor]
@@ -89,6 +90,15 @@ def lively(name: str, **overrides: Any) -> nn.Module:
         for p in model.parameters():
             if p.ndim > 1:
                 p.mul_(4.0)
+    return model
+
+
+def lora_model(*, train_base: bool = True) -> Any:
+    """With adapters that begin at zero, over a base that is trained too or stays."""
+    settings = {"lora_alpha": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": True}
+    model = lora_over(lively("llama"), **settings, task_type="CAUSAL_LM")
+    for p in model.parameters():
+        p.requires_grad_(p.requires_grad or train_base)
     return model
 
 

@@ -1,13 +1,14 @@
 """Plain MeZO, without blocks, streams, replay or twins: what the ZO backend has to equal.
 
-It shares one thing with the package, the noise. Clean weights are kept apart in float32, each loss is measured on a
-copy that was perturbed from them, and the update is made with the operations of `ds_zo.ops` in their order.
+It shares one thing with the package, the noise. Each loss is measured by a whole pass over a perturbed copy of the
+model, one pass after the other, from one random state. Updates are made with the operations of `ds_zo.ops` in their
+order.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,100 +16,106 @@ import torch
 from torch import nn
 
 from ds_zo import ops
+from tests.helpers.zo_runs import EPS, LR, set_snapshot, snapshot
 
 Weights = dict[str, torch.Tensor]
 
 
 class PlainMeZO:
-    """Trains a copy of `model`."""
+    """Trains a copy of `model`. Parameters that are frozen at the time of a step stay."""
 
     def __init__(
         self,
         model: nn.Module,
         *,
-        lr: float,
+        lr: float = LR,
         weight_decay: float = 0.0,
-        zo_eps: float = 1e-3,
+        zo_eps: float = EPS,
         num_directions: int = 1,
         distribution: ops.Distribution = "normal",
         seed: int = 0,
     ) -> None:
-        self.probe = copy.deepcopy(model).train()
-        for module in self.probe.modules():
+        self.model = copy.deepcopy(model)
+        for module in self.model.modules():
             if getattr(getattr(module, "config", None), "use_cache", False):
                 module.config.use_cache = False  # type: ignore[union-attr]
-        self.weights: Weights = {n: p.detach().clone() for n, p in self.probe.named_parameters()}
-        self.frozen = {n for n, p in self.probe.named_parameters() if not p.requires_grad}
-        self.lr = lr
-        self._decay = (1.0 - torch.tensor(lr) * torch.tensor(weight_decay)).item()
-        self.zo_eps, self.num_directions = zo_eps, num_directions
+        self.lr, self.zo_eps, self.num_directions = lr, zo_eps, num_directions
         self.largest_z = 1.0 if distribution == "rademacher" else 6.0
-        self._offsets: dict[str, int] = {}
-        offset = 0
-        for name, value in self.weights.items():
-            self._offsets[name] = offset
-            offset += value.numel()
-        numel, device = offset, next(iter(self.weights.values())).device
+        self.steps = 0
+        self._decay = (1.0 - torch.tensor(lr) * torch.tensor(weight_decay)).item()
+        self._offsets, numel = dict[str, int](), 0
+        for name, p in self.model.named_parameters():
+            self._offsets[name] = numel
+            numel += p.numel()
         self._draw = lru_cache(num_directions)(
-            lambda step, direction: ops.noise(seed, step, direction, 0, numel, distribution, device)
+            lambda step, direction: ops.noise(seed, step, direction, 0, numel, distribution, p.device)
         )
-        self._padding_rows = padding_rows(self.probe)
-        self.num_steps = 0
+        self._padding_rows = padding_rows(self.model)
 
-    def noise(self, name: str, direction: int) -> torch.Tensor:
+    @property
+    def weights(self) -> Weights:
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
+    @torch.no_grad()
+    def load(self, weights: Weights) -> None:
+        for name, p in self.model.named_parameters():
+            p.copy_(weights[name])
+
+    def noise(self, name: str, direction: int = 0) -> torch.Tensor:
         """z is one long vector, of which a parameter has the stretch that starts at its offset. It is 0 for a row of
         padding."""
-        value, offset = self.weights[name], self._offsets[name]
-        z = self._draw(self.num_steps, direction)[offset : offset + value.numel()].view(value.shape)
+        p, offset = self.model.get_parameter(name), self._offsets[name]
+        z = self._draw(self.steps, direction)[offset : offset + p.numel()].view(p.shape)
         if name in self._padding_rows:
             z = z.clone()
             z[self._padding_rows[name]] = 0.0
         return z
 
-    @torch.no_grad()
-    def losses(
-        self, batch: Mapping[str, Any], weights: Weights | None = None
-    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(l+, l-) of each direction at this step, from `weights` (None: its own)."""
-        return [
-            (self._loss(batch, direction, +1.0, weights), self._loss(batch, direction, -1.0, weights))
-            for direction in range(self.num_directions)
-        ]
+    def passes(self, call: Callable[[nn.Module], Any], weights: Weights | None = None) -> list[Any]:
+        """`call`'s results at theta + eps z and theta - eps z of each direction, from `weights` (None: its own). Random
+        states end as after one pass."""
+        start, results = snapshot(), []
+        for direction in range(self.num_directions):
+            for sign in (1.0, -1.0):
+                set_snapshot(start)
+                with torch.no_grad():
+                    results.append(call(self._perturbed(sign * self.zo_eps, direction, weights)))
+        return results
 
-    def step(self, micro_batches: Sequence[Mapping[str, Any]]) -> list[float]:
-        """One update; its projected gradients."""
-        g = torch.zeros(self.num_directions)
-        for batch in micro_batches:
-            for direction, (plus, minus) in enumerate(self.losses(batch)):
-                g[direction] += (plus - minus).cpu() / len(micro_batches) / (2 * self.zo_eps)
-        self.update(g.tolist())
-        return g.tolist()
+    def step(self, *calls: Callable[[nn.Module], torch.Tensor]) -> list[float]:
+        """One update by the mean of the losses that `calls` return. Returns the losses of the first one's passes."""
+        losses = torch.stack([torch.stack(self.passes(call)).float().cpu() for call in calls])
+        g = (losses[:, 0::2] - losses[:, 1::2]) / len(calls) / (2 * self.zo_eps)
+        self.update(g.sum(0).tolist())
+        return losses[0].tolist()
 
     @torch.no_grad()
     def update(self, g: Sequence[float]) -> None:
         """theta = theta (1 - lr wd) - lr g z, in float32."""
-        for name in self.weights:
-            if name in self.frozen:
-                continue
-            value = self.weights[name] * self._decay
-            for direction, projected in enumerate(g):
-                coefficient = (torch.tensor(self.lr) / self.num_directions) * torch.tensor(
-                    projected, dtype=torch.float32
-                )
-                value = value - self.noise(name, direction) * coefficient.item()
-            self.weights[name] = value
-        self.num_steps += 1
+        for name, p in self.model.named_parameters():
+            if p.requires_grad:
+                value = p * self._decay
+                for direction, projected in enumerate(g):
+                    coefficient = torch.tensor(self.lr) / self.num_directions * torch.tensor(projected)
+                    value = value - self.noise(name, direction) * coefficient.item()
+                p.copy_(value)
+        self.steps += 1
 
-    def _loss(self, batch: Mapping[str, Any], direction: int, sign: float, weights: Weights | None) -> torch.Tensor:
-        source = self.weights if weights is None else weights
-        for name, parameter in self.probe.named_parameters():
-            moved = source[name]
-            if name not in self.frozen:
-                moved = self.noise(name, direction) * (sign * self.zo_eps) + moved
-            parameter.copy_(moved)
-        output = self.probe(**batch)
+    def _perturbed(self, scale: float, direction: int, weights: Weights | None) -> nn.Module:
+        model = copy.deepcopy(self.model)
+        for name, p in model.named_parameters():
+            value = p if weights is None else weights[name]
+            p.copy_(self.noise(name, direction) * scale + value if p.requires_grad else value)
+        return model
+
+
+def loss_on(batch: Mapping[str, Any]) -> Callable[[nn.Module], torch.Tensor]:
+    def call(model: nn.Module) -> torch.Tensor:
+        output = model(**batch)
         loss: torch.Tensor = output if isinstance(output, torch.Tensor) else output.loss
-        return loss.detach().clone()
+        return loss
+
+    return call
 
 
 def padding_rows(model: nn.Module) -> dict[str, int]:

@@ -3,12 +3,10 @@ the other."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import deepspeed
@@ -18,7 +16,6 @@ import torch
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_zo import ops
 from ds_zo.backends.zo import backend as zo
 from ds_zo.backends.zo import outputs
 from tests.helpers.equivalence_runs import on_device
@@ -128,52 +125,6 @@ def same_snapshot(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return torch.equal(a[0], b[0]) and a[1] == b[1] and a[2][2] == b[2][2] and np.array_equal(a[2][1], b[2][1])
 
 
-class PlainMeZO:
-    """The same mathematics with nothing clever: two whole passes over perturbed deep copies, from one random state."""
-
-    def __init__(self, model: nn.Module, *, lr: float = LR, zo_eps: float = EPS, seed: int = 0) -> None:
-        self.model = copy.deepcopy(model)
-        self.lr, self.zo_eps = lr, zo_eps
-        numel = sum(p.numel() for p in model.parameters())
-        self._draw = lru_cache(1)(lambda step: ops.noise(seed, step, 0, 0, numel))  # three times a step
-        self.steps = 0
-
-    def perturbed(self, scale: float) -> nn.Module:
-        model = copy.deepcopy(self.model)
-        self._add_noise(model, scale)
-        return model
-
-    def passes(self, call: Callable[[nn.Module], Any]) -> list[Any]:
-        """`call`'s results at theta + eps z and theta - eps z. Random states end as after one pass."""
-        start = snapshot()
-        results = []
-        for sign in (1.0, -1.0):
-            set_snapshot(start)
-            with torch.no_grad():
-                results.append(call(self.perturbed(sign * self.zo_eps)))
-        return results
-
-    def step(self, call: Callable[[nn.Module], torch.Tensor]) -> tuple[float, float]:
-        """One update; `call` returns the loss. Returns both losses."""
-        plus, minus = self.passes(call)
-        g = (plus.float() - minus.float()) / (2 * self.zo_eps)
-        self._add_noise(self.model, -(torch.tensor(self.lr) * g))
-        self.steps += 1
-        return plus.item(), minus.item()
-
-    def _add_noise(self, model: nn.Module, scale: float | torch.Tensor) -> None:
-        offset = 0
-        with torch.no_grad():
-            for p in model.parameters():
-                if p.requires_grad:
-                    p += scale * self._draw(self.steps)[offset : offset + p.numel()].view(p.shape)
-                offset += p.numel()
-
-
-def hf_loss(batch: dict[str, Any]) -> Callable[[nn.Module], torch.Tensor]:
-    return lambda model: model(**batch, use_cache=False).loss
-
-
 def close(ours: list[float], theirs: Iterable[Any]) -> None:
     theirs = [float(x) for x in theirs]
     assert ours == pytest.approx(theirs, rel=1e-6), f"{ours} is not {theirs}"
@@ -224,7 +175,3 @@ class FunctionalTie(Toy):
 def toy_batches(num: int, *, size: int = 2, length: int = 6, vocab: int = 32) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     return [{"ids": torch.randint(0, vocab, (size, length), generator=generator)} for _ in range(num)]
-
-
-def toy_loss(batch: dict[str, torch.Tensor]) -> Callable[[nn.Module], torch.Tensor]:
-    return lambda model: model(**batch)

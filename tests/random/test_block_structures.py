@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.helpers.lomo_runs import start, streamed
 from tests.helpers.lsp_runs import CPU, current_weights, identity_projectors, lsp_json
-from tests.helpers.mezo_reference import PlainMeZO
+from tests.helpers.mezo_reference import PlainMeZO, loss_on
 from tests.helpers.zo_runs import zo_json
 from tests.random.generated_models import NUM_TURNS, Generated, batches
 from tests.random.sizes import first_seed, num_cases
@@ -59,17 +59,11 @@ def plain(seed: int, optimizer: Callable[[Any], torch.optim.Optimizer]) -> tuple
 
 
 def by_mezo(seed: int) -> tuple[Weights, float]:
-    model = Generated(seed)
-    reference = PlainMeZO(model, lr=1e-2)
-    clock = reference.probe.clock
-    assert all(node.clock is clock for node in reference.probe._made)
+    reference: Any = PlainMeZO(Generated(seed).train(), lr=1e-2)
     for step, batch in enumerate(batches(seed, NUM_STEPS)):
-        clock.turn = step % NUM_TURNS
-        reference.step([batch])
-    with torch.no_grad():
-        for name, p in reference.probe.named_parameters():
-            p.copy_(reference.weights[name])
-    return reference.weights, evaluated_by(reference.probe, seed)
+        reference.model.clock.turn = step % NUM_TURNS
+        reference.step(loss_on(batch))
+    return reference.weights, evaluated_by(reference.model, seed)
 
 
 @torch.no_grad()

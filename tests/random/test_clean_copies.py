@@ -15,6 +15,7 @@ from torch import nn
 
 from ds_zo import ops
 from ds_zo.backends.zo import block_store
+from tests.helpers.loaded_models import lora_over
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 from tests.helpers.zo_runs import (
     Block,
@@ -30,7 +31,6 @@ from tests.helpers.zo_runs import (
 )
 from tests.random.sizes import first_seed, num_cases
 
-peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("single_process")
 
 PLENTY, NOTHING = 1 << 40, 0
@@ -63,9 +63,7 @@ def model_of(kind: str) -> nn.Module:
     sizes = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 12}
     model = tiny_model("llama", **sizes, tie_word_embeddings=kind == "tied")
     if kind == "lora":
-        settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-        torch.manual_seed(0)
-        model = peft.get_peft_model(model, settings)
+        model = lora_over(model, target_modules=["q_proj", "down_proj"])
     if kind == "frozen":  # most are trained, so all of a block's parameters are in one unit
         for name, p in model.named_parameters():
             p.requires_grad = "k_proj" not in name and "o_proj" not in name

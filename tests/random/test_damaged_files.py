@@ -23,12 +23,11 @@ from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.manifest import FILE, LATEST
 from ds_zo.checkpoint.reader import open_checkpoint, tag_to_load
 from ds_zo.checkpoint.writer import check_tag
+from tests.helpers.loaded_models import lora_over
 from tests.helpers.small_saves import save
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 from tests.helpers.zo_runs import engine_for, zo_json
 from tests.random.sizes import first_seed, num_cases
-
-peft = pytest.importorskip("peft")
 
 NUM_CASES = num_cases(150)
 SEED = first_seed()
@@ -147,7 +146,7 @@ def test_files_that_are_replaced_before_they_are_read(
     shutil.copytree(shards, folder)
     json: dict[str, Any] = zo_json(frozen_dtype="nf4", bf16={"enabled": True})
     model = load_pretrained(hf.AutoModelForCausalLM, str(folder), frozen_dtype="nf4")
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model = lora_over(model)
     if when == "before a second engine":
         engine_for(model, json).destroy()
     for path in sorted(folder.glob("model-*.safetensors")):

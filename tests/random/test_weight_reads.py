@@ -19,10 +19,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ds_zo  # noqa: F401
+from tests.helpers.loaded_models import lora_over
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 from tests.random.sizes import first_seed, num_cases
-
-peft = pytest.importorskip("peft")
 
 NUM_CASES = num_cases(8)
 NUM_STEPS = 3
@@ -60,11 +59,7 @@ def drawn(rng: random.Random) -> Case:
 
 def model_of(case: Case) -> nn.Module:
     model = tiny_model("llama", num_hidden_layers=3, hidden_size=8, intermediate_size=12)
-    if case.lora:
-        settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        torch.manual_seed(0)
-        model = peft.get_peft_model(model, settings)
-    return model.train()
+    return lora_over(model, target_modules=["q_proj", "v_proj"]) if case.lora else model
 
 
 def engine_of(case: Case) -> Any:

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from ds_zo.backends.zo.repeats import check_repeats
+from tests.helpers.mezo_reference import PlainMeZO, loss_on
 from tests.helpers.zo_runs import (
-    PlainMeZO,
     Recorder,
     Toy,
     assert_equal,
@@ -28,7 +28,6 @@ from tests.helpers.zo_runs import (
     log_lines,
     one_step,
     toy_batches,
-    toy_loss,
     train,
     weights,
     zo_json,
@@ -215,7 +214,7 @@ def test_generators_in_attributes_and_containers_draw_the_same_in_all_passes(
             engine.module.held = hold(kind()[0])  # another generator
         reference = PlainMeZO(engine.module)
         reference.steps = step
-        expected = reference.passes(toy_loss(batch))
+        expected = reference.passes(loss_on(batch))
         one_step(engine, batch)
         close(passes.last[:2], expected)
     assert engine.backend._passes.interleave, f"seed {seed}: {name}, {json}"

@@ -21,10 +21,10 @@ import torch
 from torch import nn
 
 from ds_zo import ops
+from tests.helpers.mezo_reference import PlainMeZO
 from tests.helpers.zo_runs import (
     EPS,
     LR,
-    PlainMeZO,
     Recorder,
     Toy,
     assert_equal,

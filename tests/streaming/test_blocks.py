@@ -15,12 +15,7 @@ from tests.helpers.tiny_models import tiny_model
     ("name", "path"),
     [
         ("opt", "model.decoder.layers"),
-        ("opt-350m", "model.decoder.layers"),
-        ("llama", "model.layers"),
         ("gpt2", "transformer.h"),
-        ("qwen2", "model.layers"),
-        ("bloom", "transformer.h"),
-        ("mistral", "model.layers"),
         ("gpt-neox", "gpt_neox.layers"),
         ("mixtral", "model.layers"),
         ("roberta", "roberta.encoder.layer"),

@@ -246,7 +246,7 @@ first = {u.name: float(next(iter(u.placed)).parameter.flatten()[0]) for u in blo
 print("RESULT", json.dumps(results | {"first": first}))
 """
 
-NUM_LAYERS = 20
+NUM_LAYERS = 10
 
 
 def big_folder(folder: Path, *, num_layers: int = NUM_LAYERS, width: int = 512) -> str:
@@ -285,7 +285,7 @@ def test_loading_takes_little_more_memory_than_what_is_stored(run_python: Callab
     output = run_python(MEASURE, big_folder(small, num_layers=2, width=16), big_folder(large))
     found = json.loads(output.split("RESULT", 1)[1])
     whole = found["float32"]
-    assert whole["stored"] > 300 * 2**20
+    assert whole["stored"] > 150 * 2**20
     assert whole["taken"] - whole["device"] <= 1.1 * whole["stored"], found
     assert found["first"] == {f"model.layers.{i}": float(i) for i in range(NUM_LAYERS)}
     for how in ("nf4", "random nf4"):

@@ -48,7 +48,7 @@ def test_16_bit_runs_equal_those_of_whole_blocks(dtype: torch.dtype) -> None:
 
 
 def test_random_runs_equal_those_of_whole_blocks() -> None:
-    for case in range(6):
+    for case in range(3):
         rng = random.Random(case)
         name = rng.choice(["llama", "qwen2", "gpt2", "opt", "gpt-neox", "bloom"])
         size = {"n_embd": 32} if name == "gpt2" else {"hidden_size": 32}

@@ -187,7 +187,7 @@ BETWEEN: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any], object]]]
 
 
 @pytest.mark.parametrize("between", BETWEEN)
-@pytest.mark.parametrize("kind", RUNS)
+@pytest.mark.parametrize("kind", ["zo, streamed", "zo, fp8", "lomo", "lomo, streamed", "lsp, streamed"])
 def test_a_copy_is_shown_until_the_end_whatever_comes_between(
     kind: str, between: str, running: Callable[..., Any]
 ) -> None:

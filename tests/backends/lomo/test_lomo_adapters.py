@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,22 +10,22 @@ from torch import nn
 
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.config import ConfigError
-from tests.helpers.lomo_runs import assert_close, assert_equal, batches, config_for, lively, start, train, weights_of
+from tests.helpers.lomo_runs import (
+    assert_close,
+    assert_equal,
+    batches,
+    config_for,
+    lively,
+    lora_model,
+    start,
+    train,
+    weights_of,
+)
 
-peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("single_process")
 
 WARMUP = {"warmup_min_lr": 0.05, "warmup_max_lr": 0.1, "warmup_num_steps": 4, "warmup_type": "linear"}
 ADAPTER = {"lr": 1e-2, "betas": [0.8, 0.95], "weight_decay": 0.1}
-
-
-def lora_model(*, train_base: bool = True) -> Any:
-    settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    torch.manual_seed(0)
-    model = peft.get_peft_model(lively("llama"), settings)
-    for p in model.parameters():
-        p.requires_grad_(p.requires_grad or train_base)
-    return model.train()
 
 
 def is_adapter(name: str) -> bool:

@@ -336,10 +336,9 @@ def test_what_is_not_finite_is_counted_and_logged(kind: str, tmp_path: Path, cap
     assert_equal(weights_of(engine.module), weights_of(reference.module))
 
 
-@pytest.mark.parametrize("clipping", [0.0, 0.5])
-def test_a_compiled_model_trains_alike(clipping: float) -> None:
-    """One layer: compiling takes longer than anything else here, and more layers are the same code again."""
-    engine, reference = (start(config_for(clipping=clipping), lively("llama", num_hidden_layers=1)) for _ in range(2))
+def test_a_compiled_model_trains_alike() -> None:
+    """One layer, and two passes a step: compiling takes longer than anything else here."""
+    engine, reference = (start(config_for(clipping=0.5), lively("llama", num_hidden_layers=1)) for _ in range(2))
     torch._dynamo.reset()  # code that an engine with one pass compiled cannot be run backward twice
     engine.module.compile(backend="aot_eager")
     assert train(engine, batches("llama", 2)) == pytest.approx(train(reference, batches("llama", 2)), rel=1e-5)

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import peft
 import pytest
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from tests.helpers.lomo_runs import (
     checkpointed,
     config_for,
     lively,
+    lora_model,
     start,
     streamed,
     train,
@@ -217,12 +217,8 @@ def test_models_that_were_never_put_in_train_mode_train() -> None:
 @pytest.mark.parametrize("train_base", [False, True])
 def test_adapters(train_base: bool) -> None:
     def make() -> nn.Module:
-        settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        torch.manual_seed(0)
-        model = peft.get_peft_model(lively("llama"), settings)
-        for p in model.parameters():
-            p.requires_grad_(p.requires_grad or train_base)
-        return model.train()
+        model: nn.Module = lora_model(train_base=train_base)
+        return model
 
     engine = assert_same_run(make, lambda: batches("llama", 3), clipping=0.5, params={"adapter": {"lr": 1e-2}}, lr=0.05)
     assert (engine.backend._block_store.runtime.bytes_down > 0) == train_base  # adapters of frozen blocks stay

@@ -36,14 +36,6 @@ def test_identity_projectors_are_adamw(name: str, offload: bool, monkeypatch: py
     assert_close(current_weights(engine), adamw(name, batches(name, NUM_STEPS)), atol=1e-5)
 
 
-def test_without_projectors_it_is_adamw() -> None:
-    json = lsp_json(lr=1e-3, params={"weight_decay": 0.1, "eps": EPS, "projector": "none"})
-    engine = start(json, small("gpt2"))
-    assert all(matrix.subspace is None for matrix in engine.backend._matrices)
-    train(engine, batches("gpt2", 10))
-    assert_close(current_weights(engine), adamw("gpt2", batches("gpt2", 10)), atol=1e-5)
-
-
 def test_global_clipping_is_adamws(monkeypatch: pytest.MonkeyPatch) -> None:
     identity_projectors(monkeypatch)
     json = lsp_json(lr=1e-3, clipping=0.5, params={"weight_decay": 0.1, "eps": EPS, "clip_scope": "global"})

@@ -13,6 +13,7 @@ from torch import nn
 
 from ds_zo import ConfigError, ops
 from tests.helpers.decoded_values import with_decoded_base
+from tests.helpers.loaded_models import lora_over
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 from tests.helpers.zo_runs import assert_equal, engine_for, train, weights, zo_json
 
@@ -24,10 +25,7 @@ BATCHES = [tiny_batch("llama", seed=seed, batch_size=2, length=8) for seed in ra
 
 
 def lora(**overrides: Any) -> Any:
-    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model = tiny_model("llama", **overrides).bfloat16()
-    torch.manual_seed(0)
-    return peft.get_peft_model(model, settings).train()
+    return lora_over(tiny_model("llama", **overrides).bfloat16(), target_modules=["q_proj", "down_proj"])
 
 
 def partly_frozen() -> nn.Module:

@@ -46,11 +46,6 @@ def resident_run(**options: Any) -> dict[str, torch.Tensor]:
     return run(offload=False, **options)
 
 
-def test_weights_move_at_all() -> None:
-    start = {n: p.detach() for n, p in CASES[MODEL].make().named_parameters()}
-    assert all(not torch.equal(start[n], value) for n, value in resident_run().items())
-
-
 @pytest.mark.parametrize(
     "stream",
     [
@@ -80,7 +75,7 @@ def test_streamed_run_equals_resident_run(stream: dict[str, Any]) -> None:
     assert_same_weights(run(stream=stream), resident_run())
 
 
-@pytest.mark.parametrize("interval", [1, 5, 64])
+@pytest.mark.parametrize("interval", [1, 5])
 def test_every_block_folds_once_in_an_interval(interval: int) -> None:
     with zo_engine(Toy(), zo_config(stream={"writeback_interval": interval})) as engine:
         blocks = engine.backend.block_store.placement.blocks
@@ -91,13 +86,6 @@ def test_every_block_folds_once_in_an_interval(interval: int) -> None:
                 folds[unit.name] += [unit.version] if unit.version not in (0, *folds[unit.name][-1:]) else []
     for found in folds.values():
         assert len(found) >= 3 and {after - before for before, after in pairwise(found)} == {interval}
-
-
-@pytest.mark.parametrize(
-    "stream", [{"writeback_interval": 2}, {"writeback_interval": 7}, {"fuse_update": False}], ids=str
-)
-def test_resident_run_is_the_same_at_every_interval(stream: dict[str, Any]) -> None:
-    assert_same_weights(run(offload=False, stream=stream), resident_run())
 
 
 def test_weight_decay_two_directions_and_interval_commute() -> None:
@@ -114,35 +102,32 @@ LOW = [
     {"device_slots": 3},
     {"device_slots": 4, "resident_blocks": 1},
     {"resident_blocks": 2},
-    {"resident_blocks": 3},
     {"overlap": False},
     {"reuse_buffers": False},
 ]
 
 
-@pytest.mark.parametrize("interval", [1, 3])
-@pytest.mark.parametrize("master", ["split", "wire"])
-def test_bf16_weights_do_not_depend_on_slots_or_residency(master: str, interval: int) -> None:
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"master": "split", "writeback_interval": 3},
+        {"master": "wire", "writeback_interval": 1},
+        {"master": "wire", "writeback_interval": 2, "wire_dtype": "bf12"},
+    ],
+    ids=str,
+)
+def test_16_bit_weights_do_not_depend_on_slots_or_residency(stored: dict[str, Any]) -> None:
     case = CASES[MODEL]
 
-    def low_run(stream: dict[str, Any], *, offload: bool = True) -> tuple[dict[str, torch.Tensor], ...]:
-        stream = {**stream, "master": master, "writeback_interval": interval}
-        config = zo_config(dtype="bf16", stream=stream, offload=offload, zo_eps=1e-2)
+    def low_run(stream: dict[str, Any]) -> tuple[dict[str, torch.Tensor], ...]:
+        config = zo_config(dtype="bf16", stream={**stream, **stored}, zo_eps=1e-2)
         with zo_engine(case.make(), config) as engine:
             for batch in map(case.batch, range(5)):
                 one_step(engine, batch)
             return parameters_of(engine), masters_of(engine)
 
-    expected = low_run({}, offload=False)
-    for stream in LOW if interval == 3 else LOW[::2]:  # every visit folds at 1, whatever the slots
+    expected = low_run({"resident_blocks": 3})
+    for stream in LOW if stored["writeback_interval"] == 3 else LOW[::2]:
         found = low_run(stream)
         for ours, theirs in zip(found, expected, strict=True):
             assert_same_weights(ours, theirs)
-
-
-def test_bf12_weights_do_not_depend_on_slots_or_residency() -> None:
-    wire = {"wire_dtype": "bf12", "master": "wire", "writeback_interval": 2}
-    options: dict[str, Any] = {"dtype": "bf16", "zo_eps": 1e-2, "num_steps": 5}
-    expected = run(stream={**wire, "resident_blocks": 3}, **options)
-    for stream in ({"device_slots": 2}, {"device_slots": 3, "resident_blocks": 1}):
-        assert_same_weights(run(stream={**wire, **stream}, **options), expected)

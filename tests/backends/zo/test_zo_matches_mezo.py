@@ -21,7 +21,7 @@ from tests.helpers.equivalence_runs import (
     zo_config,
     zo_engine,
 )
-from tests.helpers.mezo_reference import PlainMeZO, Weights
+from tests.helpers.mezo_reference import PlainMeZO, Weights, loss_on
 from tests.helpers.zoo import CASES, Batch, Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -61,22 +61,20 @@ def assert_follows(
     losses = []
     for number, batch in enumerate(batches):
         is_compared = number % compare_every == 0
-        expected = reference.losses(batch, parameters_of(engine)) if is_compared else []
+        expected = reference.passes(loss_on(batch), parameters_of(engine)) if is_compared else []
         measured.take()
         one_step(engine, batch)
         (found,) = measured.take()
         if is_compared:
-            assert len(found) == 2 * len(expected)
-            for ours, theirs in zip(found, (loss for pair in expected for loss in pair), strict=True):
-                torch.testing.assert_close(ours, theirs, rtol=LOSS_ERROR, atol=0.0)
-        reference.step([batch])
+            torch.testing.assert_close(found, expected, rtol=LOSS_ERROR, atol=0.0)
+        reference.step(loss_on(batch))
         losses.append(float(found[0]))
     bound = weights_error(reference, losses)
     ours = parameters_of(engine)
     assert largest_difference(ours, reference.weights) <= bound
     assert largest_difference(ours, start) > 20 * bound, "the weights hardly moved: the comparison shows nothing"
-    for name in reference.frozen:
-        assert torch.equal(ours[name], start[name])
+    for name, p in reference.model.named_parameters():
+        assert p.requires_grad or torch.equal(ours[name], start[name])
 
 
 def run_case(
@@ -106,10 +104,10 @@ def test_streamed_model_follows_mezo(name: str, measured: Measured) -> None:
     run_case(name, measured, num_steps=NUM_STEPS)
 
 
-def test_streamed_model_follows_mezo_for_fifty_steps(measured: Measured) -> None:
+def test_streamed_model_follows_mezo_for_many_steps(measured: Measured) -> None:
     """One architecture: that errors do not add up over steps does not depend on it. Nor do losses from equal weights,
-    which are compared at every seventh step: weights that went apart at any step are apart at the end."""
-    run_case("opt", measured, num_steps=50, compare_every=7)
+    which are compared at every sixth step: weights that went apart at any step are apart at the end."""
+    run_case("opt", measured, num_steps=25, compare_every=6)
 
 
 @pytest.mark.parametrize("name", ["opt", "llama-tied", "t5", "listless"])
@@ -158,8 +156,7 @@ def test_accumulated_micro_batches_follow_mezo_on_the_whole_batch() -> None:
         for whole in wholes:
             for i in range(4):
                 one_step(engine, {k: v[i : i + 1] for k, v in whole.items()})
-            losses.append(float(reference.losses(whole)[0][0]))
-            reference.step([whole])
+            losses.append(reference.step(loss_on(whole))[0])
         assert engine.global_steps == len(wholes)
         # The mean of four losses is rounded once more than the loss of four.
         bound = 2 * weights_error(reference, losses)
@@ -195,17 +192,6 @@ def test_skipped_repeated_and_reordered_blocks_follow_mezo(slots: int, interval:
         assert_follows(engine, reference, batches, measured)
 
 
-def test_block_skipped_for_longer_than_the_log_follows_mezo(measured: Measured) -> None:
-    """A block that no forward calls falls behind by more updates than the log keeps. Losses are compared every eighth
-    step, also when the block runs again: reading the weights replays all that is pending."""
-    model = seeded(Wandering)
-    reference = PlainMeZO(model, lr=1e-4)
-    orders = [(0, 1, 2, 3)] + [(0, 1, 3)] * 70 + [(0, 1, 2, 3)] * 2
-    batches = [plain_batch(i, order=order) for i, order in enumerate(orders)]
-    with zo_engine(model, zo_config(lr=1e-4, stream={"writeback_interval": 64})) as engine:
-        assert_follows(engine, reference, batches, measured, compare_every=8)
-
-
 def test_order_that_differs_within_accumulation_follows_mezo() -> None:
     """The second micro-batch uses blocks that the first one folded, left pending, or did not use."""
     model = seeded(Wandering)
@@ -223,6 +209,5 @@ def test_order_that_differs_within_accumulation_follows_mezo() -> None:
             batches = [plain_batch(10 * i + j, order=order) for j, order in enumerate(pair)]
             for batch in batches:
                 one_step(engine, batch)
-            losses += [float(reference.losses(batch)[0][0]) for batch in batches]
-            reference.step(batches)
+            losses += [reference.step(*map(loss_on, batches))[0]] * 2
         assert largest_difference(parameters_of(engine), reference.weights) <= weights_error(reference, losses)

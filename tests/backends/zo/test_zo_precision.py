@@ -65,7 +65,7 @@ def recorded_run(
             g = (plus - minus) / (2 * ZO_EPS)
             gradients.append(float(g if clip is None else g.clamp(-clip, clip)))
         end, rounded = masters_of(engine), parameters_of(engine)
-    reference.weights = {name: value.clone() for name, value in start.items()}
+    reference.load(start)
     for g in gradients:
         reference.update([g])
     return Run(start, end, rounded, reference.weights, blocks)

@@ -17,11 +17,11 @@ from torch import nn
 from ds_zo import ops
 from ds_zo.backends.zo.materialise import Materialiser
 from ds_zo.config import ConfigError
+from tests.helpers.mezo_reference import PlainMeZO, loss_on
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 from tests.helpers.zo_runs import (
     EPS,
     LR,
-    PlainMeZO,
     Recorder,
     Toy,
     assert_equal,
@@ -29,7 +29,6 @@ from tests.helpers.zo_runs import (
     engine_for,
     one_step,
     toy_batches,
-    toy_loss,
     train,
     weights,
     zo_json,
@@ -67,7 +66,7 @@ def assert_goes_on_from(engine: Any, start: dict[str, torch.Tensor], passes: Rec
     reference = PlainMeZO(model)
     reference.steps = steps_done
     for batch in BATCHES[:3]:
-        expected = reference.step(toy_loss(batch))
+        expected = reference.step(loss_on(batch))
         one_step(engine, batch)
         close(passes.last, expected)
 

@@ -24,6 +24,7 @@ from torch import nn
 from ds_zo import ops
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.materialise import Materialiser
+from tests.helpers.mezo_reference import PlainMeZO, loss_on
 from tests.helpers.thread_state import PassingMode, thread_state
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 from tests.helpers.zo_runs import (
@@ -31,19 +32,16 @@ from tests.helpers.zo_runs import (
     LR,
     Block,
     FunctionalTie,
-    PlainMeZO,
     Recorder,
     Toy,
     assert_equal,
     close,
     engine_for,
-    hf_loss,
     log_lines,
     one_step,
     same_snapshot,
     snapshot,
     toy_batches,
-    toy_loss,
     train,
     weights,
     zo_json,
@@ -130,7 +128,7 @@ class AutocastCached(AutocastInside):
 @pytest.mark.parametrize("json", [STREAMED, RESIDENT])
 @pytest.mark.parametrize("kind", [AutocastInside, AutocastCached, AutocastKept])
 def test_autocast_inside_the_forward(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
-    engine = assert_follows(kind(), toy_batches(3), toy_loss, passes, json=json)
+    engine = assert_follows(kind(), toy_batches(3), loss_on, passes, json=json)
     assert engine.get_global_grad_norm() > 1e-2, "the second pass met the first one's casts"
 
 
@@ -143,7 +141,7 @@ def test_autocast_by_deepspeed(name: str, passes: Recorder) -> None:
             return call()
 
     batches = [tiny_batch(name, seed=i, batch_size=2, length=8) for i in range(3)]
-    engine = assert_follows(tiny_model(name), batches, hf_loss, passes, json=json, plain=plain)
+    engine = assert_follows(tiny_model(name), batches, loss_on, passes, json=json, plain=plain)
     assert engine.get_global_grad_norm() > 1e-2
     with torch.autocast("cpu", dtype=torch.bfloat16):  # and one that the user keeps open over several steps
         first, second = (one_step(engine, batches[0]) for _ in range(2))
@@ -172,7 +170,7 @@ def test_a_mode_around_blocks_runs_one_pass_after_the_other(
     enter: Callable[[], Any], json: dict[str, Any], passes: Recorder
 ) -> None:
     with log_lines() as lines:
-        assert_follows(Sets(enter), toy_batches(4), toy_loss, passes, json=json)
+        assert_follows(Sets(enter), toy_batches(4), loss_on, passes, json=json)
     assert len([line for line in lines if "one pass after the other" in line]) == 1
 
 
@@ -216,7 +214,7 @@ class InAThread(Toy):
 @pytest.mark.parametrize("kind", [KeepsElsewhere, KeepsALittle, InAThread])
 def test_state_that_passes_share_is_found_out(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
     with log_lines() as lines:
-        assert_follows(kind(), toy_batches(4), toy_loss, passes, json=json)
+        assert_follows(kind(), toy_batches(4), loss_on, passes, json=json)
     assert len([line for line in lines if "one pass after the other" in line]) == 1
 
 
@@ -232,7 +230,7 @@ class DataDependentOrder(Toy):
 
 def test_block_order_that_depends_on_the_data(passes: Recorder) -> None:
     with log_lines() as lines:
-        assert_follows(DataDependentOrder(), toy_batches(8), toy_loss, passes)
+        assert_follows(DataDependentOrder(), toy_batches(8), loss_on, passes)
     assert any("different blocks" in line for line in lines)
 
 
@@ -261,7 +259,7 @@ def test_a_large_module_lies_where_second_copies_do(
 ) -> None:
     """Passes stay in lockstep for every order of modules, and none overwrites a copy that another pass needs."""
     if num_directions == 1:
-        engine = assert_follows(Wide(**where), toy_batches(4), toy_loss, passes, json=RESIDENT)
+        engine = assert_follows(Wide(**where), toy_batches(4), loss_on, passes, json=RESIDENT)
     else:
         engine, other = (  # streamed: no second copies
             engine_for(Wide(**where), zo_json(offload=offload, params={"num_directions": num_directions}))
@@ -417,7 +415,7 @@ class Draws(Toy):
 def test_every_generator_gives_both_passes_the_same(json: dict[str, Any], passes: Recorder) -> None:
     random.seed(0)
     np.random.seed(0)
-    assert_follows(Draws(), toy_batches(6), toy_loss, passes, json=json)
+    assert_follows(Draws(), toy_batches(6), loss_on, passes, json=json)
 
 
 def test_opt_with_dropout_and_layer_drop(passes: Recorder) -> None:
@@ -428,7 +426,7 @@ def test_opt_with_dropout_and_layer_drop(passes: Recorder) -> None:
     layers = list(model.model.decoder.layers)
     for layer in layers:
         layer.register_forward_hook(lambda *_: skipped.append(1))
-    assert_follows(model, batches, hf_loss, passes)
+    assert_follows(model, batches, loss_on, passes)
     assert 0 < len(skipped) < 2 * len(layers) * (len(batches) + 1), "layer drop never happened"
 
 
@@ -523,7 +521,7 @@ def test_gradient_checkpointing(name: str, use_reentrant: bool, passes: Recorder
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     assert model.is_gradient_checkpointing
     batches = [tiny_batch(name, seed=i, batch_size=2, length=8) for i in range(3)]
-    assert_follows(model, batches, hf_loss, passes)
+    assert_follows(model, batches, loss_on, passes)
 
 
 @pytest.mark.parametrize("when", ["before", "after", "wrapped"])
@@ -537,7 +535,7 @@ def test_a_compiled_model(when: str, passes: Recorder) -> None:
     if when == "after":
         model.compile(backend="eager")
     for batch in toy_batches(4):
-        expected = reference.step(toy_loss(batch))
+        expected = reference.step(loss_on(batch))
         one_step(engine, batch)
         close(passes.last, expected)
         with torch.no_grad():
@@ -576,7 +574,7 @@ def test_dynamic_rope_beyond_the_trained_length_keeps_lockstep(first: str, passe
     model = tiny_model("llama", rope_parameters=rope, max_position_embeddings=8, initializer_range=0.5)
     lengths = [12, 6, 12, 16] if first == "long" else [6, 12, 16, 6]  # history plays no part in these
     batches = [tiny_batch("llama", seed=i, batch_size=2, length=length) for i, length in enumerate(lengths)]
-    engine = assert_follows(model, batches, hf_loss, passes)
+    engine = assert_follows(model, batches, loss_on, passes)
     assert engine.backend._passes.interleave
 
 
@@ -723,7 +721,7 @@ class Entangled(Toy):
 @pytest.mark.parametrize("json", [STREAMED, RESIDENT])
 @pytest.mark.parametrize("kind", [FunctionalTie, OnContainers, Gated, Unused, Unnamed, Entangled])
 def test_weights_in_unusual_places(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
-    engine = assert_follows(kind(), toy_batches(5), toy_loss, passes, json=json)
+    engine = assert_follows(kind(), toy_batches(5), loss_on, passes, json=json)
     plain, batch = copy.deepcopy(engine.module), toy_batches(1)[0]
     with torch.no_grad():
         assert engine.module(**batch).item() == plain(**batch).item(), "evaluated with other weights"
@@ -779,8 +777,8 @@ def test_blocks_on_the_device_need_not_be_run_whole_and_in_turn(
     kind: type[Toy], interval: int, passes: Recorder
 ) -> None:
     json = zo_json(offload=False, interval=interval)
-    assert_follows(kind(), toy_batches(5), toy_loss, passes, json=json)
+    assert_follows(kind(), toy_batches(5), loss_on, passes, json=json)
 
 
 def test_the_remedy_for_blocks_whose_insides_are_called(passes: Recorder) -> None:
-    assert_follows(InsideOut(), toy_batches(3), toy_loss, passes, json=zo_json(blocks=[]))
+    assert_follows(InsideOut(), toy_batches(3), loss_on, passes, json=zo_json(blocks=[]))
