@@ -1,11 +1,12 @@
-"""Do the tests notice changed code? Seeded mutants of the package, each run against tests that call its function.
+"""Seeded mutants of the package, each run against tests that call its function: which does no test notice?
 
     python tools/mutants.py --draw 120 --list mutants.jsonl --out before.jsonl    draws mutants, and runs them
     python tools/mutants.py --list mutants.jsonl --out after.jsonl                runs the same ones on another tree
 
-All runs happen in a copy of the tree. Tests of the folders `TESTS` run once on code that notes its calls. A mutant then
-meets the cheapest tests that called its function, `--budget-s` of them, in a process forked from one that has the
-libraries. Outcomes: killed, survived, timeout, uncalled (no such test calls the function), gone (nor is it there).
+All runs happen in a copy of the tree. Tests of the folders `TESTS`, but for those marked slow, run once on code that
+notes its calls. With `--calls before.calls.json` this is left out for test files that are as they were then. A mutant
+meets the cheapest tests that called its function, `--budget-s` seconds of them, in a process forked from one that has
+the libraries. Outcomes: killed, survived, timeout, uncalled (no such test calls the function), gone (it is not there).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import hashlib
 import json
 import os
 import random
@@ -33,27 +35,17 @@ GROUPS = [
     *("backends/common", "checkpoint", "config", "planner"),
 ]
 TESTS = ["streaming", "backends", "checkpoint", "config", "planner", "random", "test_config.py"]
+_PAIRS = [
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)),
+    *((ast.And, ast.Or), (ast.Add, ast.Sub)),
+]
 CHANGES: dict[type, type] = {
-    getattr(ast, name): getattr(ast, other)
-    for name, other in map(
-        str.split,
-        [
-            *(
-                "Lt LtE",
-                "LtE Lt",
-                "Gt GtE",
-                "GtE Gt",
-                "Eq NotEq",
-                "NotEq Eq",
-                "Is IsNot",
-                "IsNot Is",
-                "In NotIn",
-                "NotIn In",
-            ),
-            *("And Or", "Or And", "Add Sub", "Sub Add", "Mult Add", "FloorDiv Mult", "Div Mult", "Mod Add"),
-        ],
-    )
+    **dict(_PAIRS),
+    **{second: first for first, second in _PAIRS},
+    **dict.fromkeys((ast.Mult, ast.Mod), ast.Add),
+    **dict.fromkeys((ast.FloorDiv, ast.Div), ast.Mult),
 }
+"""Operators, and what takes their place."""
 CALLS: set[str] = set()
 """Functions that ran since it was emptied."""
 
@@ -162,7 +154,15 @@ def run_tests(*arguments: str, plugins: list[object] | None = None) -> int:
     return int(pytest.main(["-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider", *arguments], plugins=plugins))
 
 
-def record(copy: Path, sources: dict[str, str], file: Path) -> None:
+def hashes_of_tests(copy: Path) -> dict[str, str]:
+    """Of the text of each file of `TESTS`."""
+    chosen = [copy / "tests" / name for name in TESTS]
+    files = [file for place in chosen for file in ([place] if place.is_file() else place.rglob("test_*.py"))]
+    return {str(file.relative_to(copy)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
+
+
+def record(copy: Path, sources: dict[str, str], file: Path, earlier: dict[str, Any]) -> None:
+    """Runs the tests of files that have changed since `earlier` was recorded, and writes what is known of all."""
     import builtins
 
     vars(builtins)["_mutants_note"] = CALLS.add
@@ -173,10 +173,16 @@ def record(copy: Path, sources: dict[str, str], file: Path) -> None:
             place = 1 if ast.get_docstring(function) is not None else 0
             function.body.insert(place, ast.parse(f"_mutants_note({name!r})").body[0])
         (copy / path).write_text(ast.unparse(tree))
-    recorder = Recorder()
-    chosen = [f"tests/{name}" for name in TESTS]
-    run_tests("-m", "not gpu and not slow", "--maxfail=1000", "--durations=100", *chosen, plugins=[recorder])
-    file.write_text(json.dumps({"calls": recorder.calls, "seconds": recorder.seconds}))
+    recorder, hashes = Recorder(), hashes_of_tests(copy)
+    kept = {name for name, value in hashes.items() if earlier["hashes"].get(name) == value}
+    chosen = [name for name in hashes if name not in kept]
+    if chosen:
+        run_tests("-m", "not gpu and not slow", "--maxfail=1000", "--durations=100", *chosen, plugins=[recorder])
+    for name, tests in earlier["calls"].items():
+        recorder.calls[name] += [test for test in tests if test.partition("::")[0] in kept]
+    seconds = {test: s for test, s in earlier["seconds"].items() if test.partition("::")[0] in kept}
+    found = {"calls": recorder.calls, "seconds": {**seconds, **recorder.seconds}, "hashes": hashes}
+    file.write_text(json.dumps(found))
 
 
 def main() -> None:
@@ -185,12 +191,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=51)
     parser.add_argument("--list", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--calls", type=Path, help="what an earlier run on the same tree recorded")
+    parser.add_argument("--calls", type=Path, help="what an earlier run recorded")
     parser.add_argument("--budget-s", type=float, default=10)
     given = parser.parse_args()
     repo = Path(__file__).resolve().parent.parent
     given.list, given.out = given.list.resolve(), given.out.resolve()
-    calls_file = (given.calls or given.out.with_suffix(".calls.json")).resolve()
+    calls_file = given.out.with_suffix(".calls.json")
+    earlier = json.loads(given.calls.read_text()) if given.calls else {"calls": {}, "seconds": {}, "hashes": {}}
 
     copy = Path(tempfile.mkdtemp(prefix="mutants-"))
     files = subprocess.run(["git", "ls-files", "-z"], cwd=repo, capture_output=True, text=True, check=True).stdout
@@ -208,7 +215,7 @@ def main() -> None:
     paths = [path for group in GROUPS for path in sorted(copy.glob(f"ds_zo/{group}/*.py"))]
     sources = {str(path.relative_to(copy)): path.read_text() for path in paths}
     if not calls_file.exists():
-        forked(lambda: record(copy, sources, calls_file), 3600)
+        forked(lambda: record(copy, sources, calls_file, earlier), 7200)
         for path, source in sources.items():
             (copy / path).write_text(source)
         (copy / "sitecustomize.py").unlink()
