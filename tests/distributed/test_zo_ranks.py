@@ -21,7 +21,6 @@ from tests.helpers.zo_rank_cases import (
     STORAGES,
     WHOLE,
     alone,
-    death,
     directions,
     failed_backward,
     from_folder,
@@ -166,25 +165,6 @@ def test_bytes_on_the_wire() -> None:
             sharded = found[f"sharded {width}"]
             assert sharded["counts"].pop("all_reduce") == 4 + 4  # g, and that all have begun
             assert sharded["stored"] / 2 <= sharded["gathered"] <= sharded["stored"] / 2 + 3 * 256
-
-
-@pytest.mark.parametrize("way", ["dies", "dies sharded", "stops"])
-def test_a_rank_that_dies_or_stops_ends_the_others(way: str, tmp_path: Path) -> None:
-    """At once where its connections close, within the group's timeout (3 s here) where they don't."""
-    (message, seconds), last = run_job(death, 2, tmp_path, way, wait=3)
-    assert last is None or last == "no answer"
-    assert "died or stopped" in message and "load_checkpoint" in message, message
-    assert seconds < 15
-    [resumed] = job(loaded, 1, tmp_path)
-    assert resumed["steps"] == 2
-
-
-def loaded(rank: int, folder: Path) -> dict[str, Any]:
-    from tests.helpers.zo_rank_cases import engine, json_for
-
-    made = engine(json_for())
-    made.load_checkpoint(str(folder))
-    return {"steps": made.global_steps}
 
 
 def test_a_rank_whose_backward_raised_makes_the_step_with_the_others(tmp_path: Path) -> None:

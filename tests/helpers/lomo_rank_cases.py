@@ -328,20 +328,6 @@ def _step(engine: Any, seed: int) -> None:
     engine.step()
 
 
-def death(rank: int, config: dict[str, Any]) -> Any:
-    """The last rank dies before its second backward; the others say what they learn of it."""
-    engine = start(config, lively("llama"))
-    _step(engine, 0)
-    if rank == dist.get_world_size() - 1:
-        engine(**batch_of(2, seed=1, on=engine))
-        os._exit(9)
-    try:
-        _step(engine, 1)
-    except RuntimeError as error:
-        return {"message": str(error)}
-    return {"message": "went on"}
-
-
 def apart(rank: int) -> dict[str, Any]:
     """One rank evaluates where the other trains, and weights are in pieces on both."""
     engine = start(with_stage(CASES["one pass"], 3), lively("llama"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -179,24 +178,6 @@ def overlap(rank: int) -> dict[str, Any]:
     weights = current_weights(engine)
     engine.destroy()
     return {"after_backward": after_backward, "after_step": after_step, "alone": alone, "weights": weights}
-
-
-def death(rank: int, folder: Path) -> Any:
-    """The last batch of the last rank is shorter; then that rank dies, and the other says what it learns, and when."""
-    engine = start(json_of({"stage": 2}, 2), small())
-    short = {name: value[:, : 8 - 3 * rank] for name, value in batch_of(rank, 0, 2).items()}
-    train(engine, [batch_of(rank, 0, 2), short])
-    weights = current_weights(engine)
-    if rank == 1:
-        torch.save(weights, folder / "weights.pt")
-        os._exit(9)
-    began = time.monotonic()
-    try:
-        train(engine, [batch_of(rank, 1, 2)])
-        current_weights(engine)
-    except RuntimeError as error:
-        return weights, str(error), time.monotonic() - began
-    return weights, "went on", 0.0
 
 
 CLIPPED = {"clipping": 0.1, "params": {**LEARNED, "fit_steps": 1, "clip_scope": "global"}}

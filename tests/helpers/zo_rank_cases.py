@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -458,30 +457,6 @@ def wire(rank: int) -> dict[str, Any]:
                 "stored": sum(u.nbytes for u in made.backend.block_store.placement.blocks),
             }
     return found
-
-
-def death(rank: int, folder: Path, way: str) -> Any:
-    """The last rank dies, or stops, in its fourth step; the others say what they learn of it, and when."""
-    import time
-
-    from tests.helpers.zo_runs import one_step
-
-    made = engine(json_for(stage=3 if way == "dies sharded" else 0))
-    batches = global_batches()
-    for batch in batches[:2]:
-        one_step(made, mine(batch, index=rank, of=dist.get_world_size()))
-    made.save_checkpoint(str(folder))
-    one_step(made, mine(batches[2], index=rank, of=dist.get_world_size()))
-    if rank == dist.get_world_size() - 1:
-        if way == "stops":
-            time.sleep(8)
-        os._exit(9)
-    began = time.monotonic()
-    try:
-        one_step(made, mine(batches[3], index=rank, of=dist.get_world_size()))
-    except RuntimeError as error:
-        return str(error), time.monotonic() - began  # a str alone would be a failure
-    return "went on", time.monotonic() - began
 
 
 def resumed_random_states(rank: int, folder: Path) -> dict[str, Any]:
