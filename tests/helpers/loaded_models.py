@@ -26,5 +26,5 @@ def engine_for(model: nn.Module, config: dict[str, Any]) -> Any:
 def lora_over(base: nn.Module, **settings: Any) -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], **{"init_lora_weights": False, **settings})
+    adapters = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False, **settings})
     return peft.get_peft_model(base, adapters).train()

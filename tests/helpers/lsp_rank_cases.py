@@ -84,7 +84,6 @@ def compare(rank: int) -> dict[str, Any]:
             "skipped": engine.skipped_steps,
             "bytes": 0 if line is None else line.bytes_wire - bytes_before,
             "states": sum(m.num_bytes for group in engine.backend._groups.on_host for m in group.moments),
-            "early": engine.backend._passes.starts_early,
         }
         engine.destroy()
     return results

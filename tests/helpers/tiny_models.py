@@ -51,8 +51,6 @@ _DROPOUTS = (
     *("hidden_dropout_prob", "attention_probs_dropout_prob"),
 )
 
-CAUSAL = tuple(name for name in CONFIGS if name != "roberta")
-
 
 def tiny_model(name: str, *, seed: int = 0, **overrides: Any) -> nn.Module:
     """A freshly initialised model without dropout, the same weights for the same seed."""

@@ -132,8 +132,8 @@ def test_autocast_inside_the_forward(kind: type[Toy], json: dict[str, Any], pass
     assert engine.get_global_grad_norm() > 1e-2, "the second pass met the first one's casts"
 
 
-@pytest.mark.parametrize("name", ["llama", "opt"])
-def test_autocast_by_deepspeed(name: str, passes: Recorder) -> None:
+def test_autocast_by_deepspeed(passes: Recorder) -> None:
+    name = "opt"
     json = zo_json(interval=2, torch_autocast={"enabled": True, "dtype": "bfloat16"})
 
     def plain(call: Callable[[], Any]) -> Any:
@@ -374,48 +374,7 @@ def test_a_fold_that_breaks_off_is_as_if_it_had_not_been(monkeypatch: pytest.Mon
     assert_equal(weights(engine.module), weights(undisturbed.module))
 
 
-def test_an_error_in_evaluation_leaves_nothing_behind() -> None:
-    batches = toy_batches(5)
-    undisturbed, engine = engine_for(Fails()), engine_for(Fails())
-    expected = train(undisturbed, batches)
-    losses = []
-    for batch in batches:
-        losses.append(one_step(engine, batch))
-        engine.module.plan.num_calls = 0
-        engine.module.plan.fail_at = (0, "in a block")
-        outside = thread_state()
-        engine.eval()
-        with pytest.raises(KeyError):
-            engine.module(**batch)
-        engine.train()
-        assert thread_state() == outside
-    assert losses == expected
-    assert_equal(weights(engine.module), weights(undisturbed.module))
-
-
 # Randomness
-
-
-class Draws(Toy):
-    """Uses dropout, and skips a block by a draw from Python's or numpy's generator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.3)
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        for i, block in enumerate(self.blocks):
-            draw = random.random() if i % 2 else float(np.random.rand())
-            if draw > 0.3:
-                x = self.dropout(block(x))
-        return x
-
-
-@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
-def test_every_generator_gives_both_passes_the_same(json: dict[str, Any], passes: Recorder) -> None:
-    random.seed(0)
-    np.random.seed(0)
-    assert_follows(Draws(), toy_batches(6), loss_on, passes, json=json)
 
 
 def test_opt_with_dropout_and_layer_drop(passes: Recorder) -> None:
