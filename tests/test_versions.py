@@ -33,23 +33,6 @@ def test_the_newest_versions_of_the_table_are_those_that_were_tested() -> None:
         assert newest.release[:2] == Version(supported.newest).release, package
 
 
-@pytest.mark.usefixtures("single_process")
-@pytest.mark.parametrize("name", ["_forward_prologue", "_forward_epilogue", "_start_timers", "_stop_timers"])
-def test_a_deepspeed_without_one_of_its_internals_breaks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason for the upper bound of DeepSpeed: our engine calls private methods, which any release may rename."""
-    import deepspeed
-
-    from tests.helpers.tiny_models import tiny_batch, tiny_model
-
-    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "ZO", "params": {"lr": 1e-4}}}
-    engine = deepspeed.initialize(model=tiny_model("llama"), config=config)[0]
-    batch = {key: value.to(engine.device) for key, value in tiny_batch("llama", seed=0).items()}
-    engine.backward(engine(**batch).loss)
-    monkeypatch.delattr(deepspeed.DeepSpeedEngine, name)
-    with pytest.raises(AttributeError, match=name):
-        engine.backward(engine(**batch).loss)
-
-
 def test_installed_versions_are_tested_ones() -> None:
     """The smoke suite runs in such environments only, and there nothing is refused or warned of."""
     assert versions.warning() is None

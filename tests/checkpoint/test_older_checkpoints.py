@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,12 +36,18 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(kind: str, tmp_path: Path) -
         torch.testing.assert_close(weights(engine)[name], expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_checkpoints_of_each_format_and_of_two_ranks_go_on(tmp_path: Path) -> None:
+def test_checkpoints_of_each_format_and_of_two_ranks_go_on(tmp_path: Path, run_ranks: Callable[..., list[str]]) -> None:
     """Losses of the two steps after the checkpoint: the second one depends on the optimizer's restored state."""
+
+    def in_forks(arguments: list[str], *, num_ranks: int) -> None:
+        run_ranks("from tests.helpers.recorded_runs import main\nmain()", *arguments, num_ranks=num_ranks)
+
     expected = json.loads((FORMATS / "losses.json").read_text(encoding="utf-8"))
     saved = tmp_path / "saved"
     shutil.copytree(FORMATS, saved)
-    rows = [row for row in record_all(list(expected), tmp_path / "runs", saved=saved) if row["rank"] == 0]
+    rows = [
+        row for row in record_all(list(expected), tmp_path / "runs", saved=saved, start=in_forks) if row["rank"] == 0
+    ]
     assert len(rows) == 11
     found = {row["run"]: row.get("losses", row.get("error")) for row in rows}
     assert found == {name: pytest.approx(losses, rel=1e-3) for name, losses in expected.items()}

@@ -5,16 +5,23 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import pytest
 import torch
 
 from ds_zo.checkpoint import CheckpointError
-from ds_zo.checkpoint.encoding import encode
 from ds_zo.checkpoint.preemption import Preemption
-from tests.helpers.first_order_runs import JSONS, Epochs, assert_same_run, engine_of, everything, play
+from tests.helpers.first_order_runs import (
+    JSONS,
+    Epochs,
+    assert_same_run,
+    check_held_snapshot,
+    check_resumed_runs,
+    engine_of,
+    everything,
+    play,
+)
 from tests.helpers.lomo_runs import lively, start
 from tests.helpers.lsp_runs import lsp_json, small
 from tests.helpers.tiny_models import tiny_batch
@@ -24,56 +31,12 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 @pytest.mark.parametrize("name", JSONS)
 def test_resume_equals_uninterrupted(name: str, tmp_path: Path) -> None:
-    """Saved asynchronously inside windows, epochs, schedules and fits, and resumed twice."""
-    quiet = engine_of(name)
-    expected = play(quiet, Epochs(), 11)
-    saving, epochs = engine_of(name, asynchronous=True), Epochs()
-    seen: dict[int, dict[str, Any]] = {}
-
-    def save() -> None:
-        if epochs.num_seen not in (4, 5, 11):
-            return
-        saving.save_checkpoint(str(tmp_path), tag=f"at{epochs.num_seen}", client_state=vars(epochs))
-        seen[epochs.num_seen] = everything(saving)
-
-    assert play(saving, epochs, 11, after=save) == expected
-    saving.wait_for_checkpoint()
-    assert_same_run(seen[11], everything(quiet))
-    assert torch.tensor(expected).isfinite().all() and quiet.skipped_steps == 0
-    for at in (4, 5):
-        resumed = engine_of(name, seed=1)
-        play(resumed, Epochs(), 1)  # whatever it was before
-        _, client = resumed.load_checkpoint(str(tmp_path), tag=f"at{at}")
-        again = Epochs(client["order"], client["at"], client["num_seen"])
-        assert_same_run(everything(resumed), seen[at])
-        assert play(resumed, again, 2) == expected[at : at + 2]
-        if at != 4:
-            continue
-        resumed.save_checkpoint(str(tmp_path), tag="again", client_state=vars(again))
-        third = engine_of(name, seed=2)
-        _, client = third.load_checkpoint(str(tmp_path), tag="again")
-        assert play(third, Epochs(client["order"], client["at"], client["num_seen"]), 9 - at) == expected[at + 2 :]
-        assert_same_run(everything(third), seen[11])
+    check_resumed_runs(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", JSONS)
 def test_what_is_held_stays_while_training_goes_on(name: str) -> None:
-    """A writer that gets no turn before four more micro-batches are done."""
-    engine, epochs = engine_of(name), Epochs()
-    play(engine, epochs, 4)
-
-    def written(snapshot: Any) -> dict[str, Any]:
-        tensors: dict[str, torch.Tensor] = {}
-        found = {"plain": encode(snapshot.state(), tensors)} | tensors
-        return found | {key: value for piece in snapshot.pieces for key, value in piece.tensors().items()}
-
-    now = {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in written(engine.backend.snapshot(hold=False)).items()
-    }
-    late = engine.backend.snapshot(hold=True)
-    play(engine, epochs, 4)
-    assert_same_run(written(late), now)
+    check_held_snapshot(name)
 
 
 @pytest.mark.parametrize("name", ["LOMO, bf16, streamed", "LSP, on the device"])

@@ -19,14 +19,13 @@ import torch
 from torch import nn
 
 from ds_zo.checkpoint import files
-from ds_zo.checkpoint.encoding import encode
 from ds_zo.checkpoint.reader import open_folder
 from ds_zo.checkpoint.rebuild import replay
 from ds_zo.checkpoint.trajectory import FILE, read_trajectory
 from ds_zo.streaming.runtime import Runtime
 from tests.helpers.checkpoint_runs import assert_same_bits, planes
 from tests.helpers.equivalence_runs import one_step, zo_config, zo_engine
-from tests.helpers.first_order_runs import JSONS, Epochs, assert_same_run, engine_of, everything, play
+from tests.helpers.first_order_runs import JSONS, check_held_snapshot, check_resumed_runs
 from tests.helpers.zoo import Wandering, plain_batch, seeded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
@@ -199,46 +198,9 @@ def test_an_automatic_choice_is_recorded_and_taken_over(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", JSONS)
 def test_first_order_runs_resume_bit_for_bit(name: str, tmp_path: Path) -> None:
-    """Inside windows, epochs, schedules and fits, with dropout; saved asynchronously, then a second time."""
-    quiet = engine_of(name)
-    expected = play(quiet, Epochs(), 9)
-    saving, epochs = engine_of(name, asynchronous=True), Epochs()
-    losses = play(saving, epochs, 4)
-    saving.save_checkpoint(str(tmp_path), client_state=vars(epochs))
-    losses += play(saving, epochs, 5)
-    saving.wait_for_checkpoint()
-    assert losses == expected
-    end = everything(quiet)
-    assert_same_run(everything(saving), end)
-    resumed = engine_of(name, seed=1)
-    play(resumed, Epochs(), 1)  # whatever it was before
-    _, client = resumed.load_checkpoint(str(tmp_path))
-    again = Epochs(client["order"], client["at"], client["num_seen"])
-    assert play(resumed, again, 2) == expected[4:6]
-    resumed.save_checkpoint(str(tmp_path / "again"), client_state=vars(again))
-    third = engine_of(name, seed=2)
-    _, client = third.load_checkpoint(str(tmp_path / "again"))
-    assert play(third, Epochs(client["order"], client["at"], client["num_seen"]), 3) == expected[6:]
-    assert_same_run(everything(third), end)
-    for engine in (quiet, saving, resumed, third):
-        engine.destroy()
+    check_resumed_runs(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", JSONS)
 def test_what_first_order_runs_hold_stays_while_training_goes_on(name: str) -> None:
-    engine, epochs = engine_of(name), Epochs()
-    play(engine, epochs, 4)
-    torch.cuda.synchronize()
-    now = _written(engine.backend.snapshot(hold=False))
-    late = engine.backend.snapshot(hold=True)
-    play(engine, epochs, 4)
-    torch.cuda.synchronize()
-    assert_same_run(_written(late), now)
-    engine.destroy()
-
-
-def _written(snapshot: Any) -> dict[str, Any]:
-    tensors: dict[str, torch.Tensor] = {}
-    found: dict[str, Any] = {"plain": encode(snapshot.state(), tensors)} | tensors
-    found |= {name: value for piece in snapshot.pieces for name, value in piece.tensors().items()}
-    return {k: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+    check_held_snapshot(name)

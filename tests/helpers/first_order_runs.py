@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -110,3 +111,54 @@ def assert_same_run(a: dict[str, Any], b: dict[str, Any]) -> None:
 def _no_scalars(found: dict[str, Any]) -> dict[str, Any]:
     """A scalar can't be viewed as bytes."""
     return {k: v.reshape(-1).contiguous() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+
+
+def written(snapshot: Any) -> dict[str, Any]:
+    """What a writer gets of a snapshot."""
+    tensors: dict[str, torch.Tensor] = {}
+    found = {"plain": encode(snapshot.state(), tensors)} | tensors
+    found |= {name: value for piece in snapshot.pieces for name, value in piece.tensors().items()}
+    return {k: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+
+
+def check_resumed_runs(name: str, folder: Path) -> None:
+    """Saved asynchronously inside windows, epochs, schedules and fits, and resumed twice."""
+    quiet = engine_of(name)
+    expected = play(quiet, Epochs(), 11)
+    saving, epochs = engine_of(name, asynchronous=True), Epochs()
+    seen: dict[int, dict[str, Any]] = {}
+
+    def save() -> None:
+        if epochs.num_seen not in (4, 5, 11):
+            return
+        saving.save_checkpoint(str(folder), tag=f"at{epochs.num_seen}", client_state=vars(epochs))
+        seen[epochs.num_seen] = everything(saving)
+
+    assert play(saving, epochs, 11, after=save) == expected
+    saving.wait_for_checkpoint()
+    assert_same_run(seen[11], everything(quiet))
+    assert torch.tensor(expected).isfinite().all() and quiet.skipped_steps == 0
+    for at in (4, 5):
+        resumed = engine_of(name, seed=1)
+        play(resumed, Epochs(), 1)  # whatever it was before
+        _, client = resumed.load_checkpoint(str(folder), tag=f"at{at}")
+        again = Epochs(client["order"], client["at"], client["num_seen"])
+        assert_same_run(everything(resumed), seen[at])
+        assert play(resumed, again, 2) == expected[at : at + 2]
+        if at != 4:
+            continue
+        resumed.save_checkpoint(str(folder), tag="again", client_state=vars(again))
+        third = engine_of(name, seed=2)
+        _, client = third.load_checkpoint(str(folder), tag="again")
+        assert play(third, Epochs(client["order"], client["at"], client["num_seen"]), 9 - at) == expected[at + 2 :]
+        assert_same_run(everything(third), seen[11])
+
+
+def check_held_snapshot(name: str) -> None:
+    """A writer that gets no turn before four more micro-batches are done."""
+    engine, epochs = engine_of(name), Epochs()
+    play(engine, epochs, 4)
+    now = written(engine.backend.snapshot(hold=False))
+    late = engine.backend.snapshot(hold=True)
+    play(engine, epochs, 4)
+    assert_same_run(written(late), now)

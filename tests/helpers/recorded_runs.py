@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -218,8 +219,25 @@ def _free_port() -> int:
         return int(held.getsockname()[1])
 
 
+def start_ranks(arguments: list[str], *, num_ranks: int) -> None:
+    """Runs this file with the arguments, on each of the ranks, in processes of their own."""
+    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    command = [sys.executable, __file__, *arguments]
+    processes = [
+        subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(num_ranks)
+    ]
+    for process in processes:
+        process.wait()
+
+
 def record_all(
-    names: list[str], folder: Path, *, device: str = "cpu", saved: Path | None = None
+    names: list[str],
+    folder: Path,
+    *,
+    device: str = "cpu",
+    saved: Path | None = None,
+    start: Callable[..., Any] = start_ranks,
 ) -> list[dict[str, Any]]:
     """The rows of all runs. Runs with as many ranks share their processes. `saved`: load the checkpoints in it."""
     rows = []
@@ -227,15 +245,8 @@ def record_all(
         place = folder / f"{ranks}_ranks"
         place.mkdir(parents=True)
         chosen = ",".join(name for name in names if RUNS[name].ranks == ranks)
-        shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-        command = [sys.executable, __file__, "--rank-of", chosen, "--save", str(place), "--device", device]
-        command += [] if saved is None else ["--load", str(saved)]
-        processes = [
-            subprocess.Popen(command, env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank in range(ranks)
-        ]
-        for process in processes:
-            process.wait()
+        arguments = ["--rank-of", chosen, "--save", str(place), "--device", device]
+        start(arguments + ([] if saved is None else ["--load", str(saved)]), num_ranks=ranks)
         for rank in range(ranks):
             lines = (place / f"{rank}.jsonl").read_text(encoding="utf-8").splitlines()
             rows += [{"rank": rank, **json.loads(line)} for line in lines]

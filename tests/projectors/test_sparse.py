@@ -62,10 +62,6 @@ def test_indices_are_as_short_as_they_can_be() -> None:
     assert int(largest.indices) == 2**15 - 1
 
 
-def test_identity_is_the_unit_matrix() -> None:
-    assert torch.equal(SparseProjector.identity(6).dense(), torch.eye(6))
-
-
 def test_state_round_trips_without_sharing_memory() -> None:
     P = SparseProjector.draw(30, 12, 4, seed=0, stream=7)
     copy = SparseProjector.from_state(P.state_dict())
