@@ -15,7 +15,7 @@ from torch import nn
 
 from ds_zo import ConfigError
 from ds_zo.plugin.engine import PluginEngine
-from tests.helpers.tiny_models import VOCAB, tiny_model
+from tests.helpers.tiny_models import tiny_model
 from tests.integrations.library_runs import (
     LEARNING_RATE,
     accelerator_for,
@@ -29,13 +29,13 @@ from tests.integrations.library_runs import (
     fresh_libraries,  # noqa: F401
     loop,
     on_device,
-    rows,
     section_for,
     start,
     trainer_for,
     weights_of,
     zero_for,
 )
+from tests.integrations.trl_data import PAIRS, tokenizer
 
 SECTIONS: list[tuple[dict[str, Any], int, bool]] = [
     ({"stream": {"device_slots": 3, "writeback_interval": 4}}, 0, True),
@@ -121,30 +121,6 @@ def test_trainer_evaluates_and_predicts_from_a_json_without_an_optimizer(stage: 
         trainer.train()
 
 
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({str(i): i for i in range(VOCAB)}, unk_token="0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1", eos_token="2")
-
-
-def preferences() -> Any:
-    from datasets import Dataset
-
-    def text(row: dict[str, torch.Tensor], part: slice) -> str:
-        return " ".join(map(str, row["input_ids"][part].tolist()))
-
-    pairs = zip(rows(2), reversed(rows(2)), strict=True)
-    return Dataset.from_list(
-        [
-            {"prompt": text(a, slice(4)), "chosen": " " + text(a, slice(4, 8)), "rejected": " " + text(b, slice(4, 9))}
-            for a, b in pairs
-        ]
-    )
-
-
 DPO = [("zo", 0, True), ("zo", 3, True), ("lomo", 3, True), ("lsp", 0, False)]
 
 
@@ -152,13 +128,13 @@ DPO = [("zo", 0, True), ("zo", 3, True), ("lomo", 3, True), ("lsp", 0, False)]
 def test_dpo_trains_against_a_reference_that_keeps_its_weights(
     backend: str, stage: int, stream: bool, tmp_path: Path
 ) -> None:
-    trl = pytest.importorskip("trl")
+    trl, datasets = (pytest.importorskip(name) for name in ("trl", "datasets"))
     config = config_for(backend, zero_optimization=zero_for(backend, stage=stage, stream=stream))
     if stream:
         config["ds_zo"] = {"stream": {"device_slots": 2}}
     kept = arguments(tmp_path, config, max_steps=1).to_dict()
     args = trl.DPOConfig(**{**kept, "deepspeed": config, "max_length": 16, "bf16": False, "report_to": []})
-    data = preferences()
+    data = datasets.Dataset.from_list(PAIRS)
     trainer = trl.DPOTrainer(
         model=tiny_model("llama"),
         ref_model=tiny_model("llama"),

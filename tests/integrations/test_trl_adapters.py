@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaForSequenceClassification
 
 from tests.helpers.support_matrix import uploaded_bytes
 from tests.helpers.tiny_models import tiny_model
 from tests.integrations.library_runs import assert_moved, assert_same, engine_of, forget, fresh_libraries  # noqa: F401
+from tests.integrations.trl_data import COMPARED, JUDGED, PAIRS, PROMPTS, SENTENCES, tokenizer
 
 peft = pytest.importorskip("peft")
 datasets = pytest.importorskip("datasets")
@@ -29,29 +29,12 @@ JSON: dict[str, Any] = {
 }
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<pad>", "<s>", "</s>", "<unk>", *(f"w{i}" for i in range(60))]
-    found = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    found.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=found, **special)
-
-
-def words(first: int, num: int) -> str:
-    return " ".join(f"w{i}" for i in range(first, first + num))
-
-
 def reward_of(completions: list[str], **columns: Any) -> list[float]:
     """The mean of the words' numbers: sampled completions of one prompt differ in it."""
     numbers = [[int(word[1:]) for word in text.split() if word[1:].isdigit()] or [0] for text in completions]
     return [sum(found) / len(found) / 60 for found in numbers]
 
 
-SENTENCES = [{"text": words(i, 4)} for i in range(8)]
-PROMPTS = [{"prompt": words(i, 2)} for i in range(8)]
-PAIRS = [{"prompt": words(i, 2), "chosen": f" {words(i + 2, 1)}", "rejected": f" {words(i + 9, 1)}"} for i in range(8)]
-JUDGED = [{"prompt": words(i, 2), "completion": f" {words(i + 2, 2)}", "label": i % 2 == 0} for i in range(8)]
-COMPARED = [{"chosen": words(i, 3), "rejected": words(i + 9, 3)} for i in range(8)]
 ONLINE = {"num_generations": 2, "max_completion_length": 6, "beta": 0.1, "num_iterations": 2}
 KINDS: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "SFT": ("trl", SENTENCES, {"max_length": 16}),
