@@ -20,8 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_zo import cli
 from ds_zo.checkpoint import CheckpointError
-from ds_zo.checkpoint.export import Spec, export, write_model_file
-from ds_zo.checkpoint.reader import open_folder
+from ds_zo.checkpoint.export import Spec, write_model_file
 from ds_zo.streaming.loading import load_pretrained
 from ds_zo.tasks.embedded_model import FOLDER as EMBEDDED
 from tests.helpers.checkpoint_runs import JSONS
@@ -162,19 +161,6 @@ def test_save_16bit_model_is_the_state_dict_in_one_file(name: str, filename: str
         expected.pop("lm_head.weight")  # tied: once
     assert_equal(found, expected)
     assert [p.name for p in (tmp_path / "out").iterdir()] == [filename]
-
-
-@pytest.mark.parametrize("name", ["fp32", "bf16 split", "fp8 split"])
-def test_save_pretrained_is_the_current_step(name: str, tmp_path: Path) -> None:
-    engine = engine_for(tiny_model("llama", tie_word_embeddings=True), JSONS[name])
-    train(engine, batches("llama", 4))
-    engine.module.save_pretrained(tmp_path / "a", max_shard_size=9_000)
-    assert len(list((tmp_path / "a").glob("model-*.safetensors"))) > 1
-    engine.save_checkpoint(str(tmp_path / "saves"))
-    export(open_folder(tmp_path / "saves" / "global_step4"), tmp_path / "b")
-    for folder in ("a", "b"):
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder, dtype="auto")
-        assert_equal(loaded.state_dict(), weights(engine.module))
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt", "gpt2", "bloom"])

@@ -144,15 +144,6 @@ def test_another_way_of_storing_takes_the_weights_and_says_so(saved: str, tmp_pa
     one_step(other, BATCHES[4])
 
 
-def test_another_seed_takes_the_weights_with_what_was_pending(tmp_path: Path) -> None:
-    first = start("fp32")
-    train(first, BATCHES[:4])
-    first.save_checkpoint(str(tmp_path))
-    other = engine_for(Toy(), zo_json(interval=3, params={"seed": 5}))
-    other.load_checkpoint(str(tmp_path))
-    assert_equal(weights(other.module), weights(first.module))
-
-
 @pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}])
 @pytest.mark.parametrize("name", ["fp32", "bf16 split"])
 def test_weights_alone(name: str, options: dict[str, Any], tmp_path: Path) -> None:
