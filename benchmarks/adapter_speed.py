@@ -1,12 +1,7 @@
 """Memory and speed of LoRA over a frozen base with random weights, streamed and resident, by AdamW and by ZO.
 
-python -m benchmarks.adapter_speed --list
-python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only 7b --total-s 200
-python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only link --total-s 120
-python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only '7b/nf4-(streamed|zero3)$'
-python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only 70b --total-s 500
-python -m benchmarks.adapter_speed --out benchmarks/results/h200_adapter.jsonl --only 175b --total-s 330
-python -m benchmarks.adapter_speed --tiny --device cpu
+Methods: `adapter` (AdamW) and `zo` are ours, `peft` is PyTorch with gradient checkpointing, `bitsandbytes` the same in
+NF4, `zero3` that under DeepSpeed's ZeRO-3 with `offload_param`.
 
 Weights are drawn and quantised on the GPU, one tensor at a time. With 70B parameters and more, all blocks have the
 weights of the first one, so that the model loads in less time: `repeated` in the row. A cap of GPU memory is enforced
@@ -22,21 +17,17 @@ have no cap. Cases of bitsandbytes are skipped where that is missing.
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks import presets
 from benchmarks.training_case import TrainingCase
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
-from ds_zo.bench.runner import WARM, Case
 from ds_zo.bench.shapes import materialise
 from ds_zo.ops import PIECE_NUMEL, nf4
 from ds_zo.planner import plan
@@ -46,8 +37,6 @@ from ds_zo.records.rows import Row
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.loading import attach_source
 
-_WARM = (*WARM, "benchmarks.adapter_speed", "ds_zo.backends.adapter.backend", "ds_zo.backends.zo.backend")
-_TARGET = "benchmarks.adapter_speed:measure"
 _LR = 1e-4
 _OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
     "adapter": ("AdamW", {"lr": _LR}),
@@ -56,138 +45,9 @@ _OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
 _NUM_TIMED_UPLOADS = 8
 
 
-@dataclass(frozen=True)
-class AdapterCase(TrainingCase):
-    """Methods: `adapter` (AdamW) and `zo` are ours, `peft` is PyTorch with gradient checkpointing, `bitsandbytes` the
-    same in NF4, `zero3` that under DeepSpeed's ZeRO-3 with `offload_param`."""
-
-    batch: int = 4
-    length: int = 1024
-    rank: int = 16
-    warmup: int = 3
-    steps: int = 8
-    repeated: bool = False
-    """Whether all blocks have the weights of the first one, which are drawn and quantised once."""
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A case, how long it may take, and its host memory in GB, as planned."""
-
-    case: AdapterCase
-    expected_s: float
-    host_gb: float
-
-
-def _stream(**settings: Any) -> dict[str, Any]:
-    return {"frozen_dtype": "nf4", **settings}
-
-
-CASES = {
-    "7b/nf4-resident": _Planned(AdapterCase("llama-7b", "adapter", stream=_stream(resident_blocks=32)), 40, 8),
-    "7b/nf4-streamed": _Planned(AdapterCase("llama-7b", "adapter", stream=_stream(resident_blocks=0)), 40, 8),
-    "7b/nf4-streamed-inputs": _Planned(
-        AdapterCase("llama-7b", "adapter", stream=_stream(resident_blocks=0, offload_activations=True)), 40, 10
-    ),
-    "7b/bf16-streamed": _Planned(AdapterCase("llama-7b", "adapter", stream={"resident_blocks": 0}), 45, 18),
-    "13b/bf16-link": _Planned(
-        AdapterCase("llama-13b", "adapter", batch=1, length=256, stream={"resident_blocks": 0}), 40, 30
-    ),
-    "30b/bf16-link": _Planned(
-        AdapterCase("llama-30b", "adapter", batch=1, length=256, stream={"resident_blocks": 0}, steps=5), 75, 70
-    ),
-    "7b/bf16-peft": _Planned(AdapterCase("llama-7b", "peft"), 40, 5),
-    "7b/nf4-bitsandbytes": _Planned(AdapterCase("llama-7b", "bitsandbytes"), 60, 5),
-    "7b/nf4-zero3": _Planned(AdapterCase("llama-7b", "zero3"), 70, 12),
-    "70b/nf4-zero3": _Planned(AdapterCase("llama-70b", "zero3", warmup=2, steps=4), 240, 60),
-    "70b/nf4-16gb": _Planned(
-        AdapterCase(
-            "llama-70b", "adapter", stream=_stream(device_memory_gb=15), cap_gb=16, warmup=3, steps=6, repeated=True
-        ),
-        140,
-        46,
-    ),
-    **{
-        f"70b/nf4-{cap_gb}gb-inputs": _Planned(
-            AdapterCase(
-                "llama-70b",
-                "adapter",
-                batch=batch,
-                stream=_stream(device_memory_gb=cap_gb - 0.5, resident_blocks=0, offload_activations=True),
-                cap_gb=cap_gb,
-                warmup=3,
-                steps=5,
-                repeated=True,
-            ),
-            140,
-            52,
-        )
-        for cap_gb, batch in ((10, 4), (8, 2))
-    },
-    "175b/nf4-12gb-inputs": _Planned(
-        AdapterCase(
-            "opt-175b",
-            "adapter",
-            batch=1,
-            length=2048,
-            stream=_stream(device_memory_gb=11.5, resident_blocks=0, offload_activations=True),
-            cap_gb=12,
-            warmup=2,
-            steps=5,
-            repeated=True,
-        ),
-        140,
-        112,
-    ),
-    **{
-        f"175b/nf4-zo-{cap_gb}gb": _Planned(
-            AdapterCase(
-                "opt-175b",
-                "zo",
-                batch=1,
-                length=2048,
-                stream=_stream(device_memory_gb=cap_gb - 0.5),
-                cap_gb=cap_gb,
-                warmup=3,
-                steps=17,
-                repeated=True,
-            ),
-            120,
-            110,
-        )
-        for cap_gb in (24, 12)
-    },
-}
-"""By name. Expected seconds are for an H200 with 16 cores."""
-
-
-def cases_of(*, device: str = "cuda", tiny: bool = False) -> list[Case]:
-    """`tiny` rehearses the cases on a toy model."""
-    found = []
-    for name, planned in CASES.items():
-        settings = planned.case.settings() | {"device": device}
-        if tiny:
-            stream = planned.case.stream
-            without_limit = {k: v for k, v in (stream or {}).items() if k != "device_memory_gb"}
-            shape = f"{planned.case.shape.partition('-')[0]}-tiny"
-            settings |= {"shape": shape, "batch": 2, "length": 8, "warmup": 2, "steps": 2, "cap_gb": None}
-            settings |= {"stream": without_limit} if stream is not None else {}
-        found.append(
-            Case(
-                name,
-                _TARGET,
-                settings,
-                timeout_s=300 if tiny else 1.8 * planned.expected_s,
-                planned_host_gb=None if tiny else planned.host_gb,
-                expected_s=planned.expected_s,
-            )
-        )
-    return found
-
-
 def measure(**settings: Any) -> Row:
     """Measures one case in this process."""
-    case = AdapterCase(**settings)
+    case = TrainingCase(**settings)
     if case.method in ("bitsandbytes", "zero3") and importlib.util.find_spec("bitsandbytes") is None:
         return {"fits": False, "why": "bitsandbytes is not installed"}
     device = start_device(case.device, cap_gb=case.cap_gb)
@@ -255,7 +115,7 @@ def _up_gbps(store: Any, device: torch.device) -> float | None:
     return float(sum(unit.nbytes for unit in units)) / 1e9 / (time.perf_counter() - start)
 
 
-def _planned(case: AdapterCase) -> Row:
+def _planned(case: TrainingCase) -> Row:
     """The peaks and seconds that `ds-zo plan` states for the case, whose adapters have rank 16."""
     settings: dict[str, Any] = {"batch": case.batch, "seq": case.length, "dtype": case.dtype}
     settings |= {"device_memory_gb": case.cap_gb, "stream": dict(case.stream or {}), "offload": True}
@@ -270,7 +130,7 @@ def _planned(case: AdapterCase) -> Row:
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _engine(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[Step, Any]:
+def _engine(case: TrainingCase, model: nn.Module, device: torch.device) -> tuple[Step, Any]:
     """The backend `adapter` or `zo`, and its block store."""
     import deepspeed
 
@@ -330,18 +190,18 @@ def _repeat_first_block(model: Any) -> dict[str, nf4.Quantised]:
     return kept
 
 
-def _plain(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
+def _plain(case: TrainingCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
     """PyTorch with gradient checkpointing, the base on the device in its own dtype."""
     whole = materialise(model, device)
     return _loop(case, _with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device))
 
 
-def _bitsandbytes(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
+def _bitsandbytes(case: TrainingCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
     """The same with the linear layers of blocks in NF4 by bitsandbytes."""
     return _loop(case, _with_lora4bit(case, model, device))
 
 
-def _zero3(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
+def _zero3(case: TrainingCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
     """The same under DeepSpeed's ZeRO-3, with parameters in pinned host memory and uploads ahead of their use."""
     import deepspeed
 
@@ -364,7 +224,7 @@ def _zero3(case: AdapterCase, model: nn.Module, device: torch.device) -> tuple[S
     return _step_of(deepspeed.initialize(model=adapted, model_parameters=trained, config=ds_config)[0]), None
 
 
-def _with_lora4bit(case: AdapterCase, model: nn.Module, device: torch.device) -> nn.Module:
+def _with_lora4bit(case: TrainingCase, model: nn.Module, device: torch.device) -> nn.Module:
     """Adapters over linear layers in NF4 by bitsandbytes, which are drawn and quantised one at a time."""
     import bitsandbytes as bnb  # type: ignore[import-not-found,unused-ignore]
 
@@ -383,7 +243,7 @@ def _with_lora4bit(case: AdapterCase, model: nn.Module, device: torch.device) ->
     return _with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device)
 
 
-def _loop(case: AdapterCase, model: Any) -> tuple[Step, None]:
+def _loop(case: TrainingCase, model: Any) -> tuple[Step, None]:
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -426,21 +286,3 @@ def _with_lora(model: nn.Module, *, rank: int, dtype: torch.dtype, device: torch
 def _adapt(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor, *, scaling: float) -> torch.Tensor:
     linear = nn.functional.linear
     return output + linear(linear(args[0], module.lora_A), module.lora_B) * scaling
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    presets.run_rows(argv, description=__doc__, cases_of=cases_of, warm=_WARM, on_row=_show)
-
-
-def _show(row: Row) -> None:
-    sizes = ("peak_gb", "peak_reserved_gb", "host_peak_gb", "store_gb", "inputs_gb")
-    moved = ("up_gb_a_step", "link_busy", "up_gbps", "blocks_streamed")
-    planned = ("planned_device_gb", "planned_host_gb", "planned_step_s")
-    times = ("load_s", "first_step_s", "wall_s")
-    keys = ("case", "status", "tokens_per_s", "step_s", *sizes, *moved, *planned, "first_loss", "loss", *times)
-    shown = {key: row[key] for key in (*keys, "finite", "adapters", "why", "error") if row.get(key) is not None}
-    print(json.dumps(shown), flush=True)
-
-
-if __name__ == "__main__":
-    main()

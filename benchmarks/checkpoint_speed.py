@@ -1,27 +1,24 @@
-"""What checkpoints cost: the five columns of the ZO paper's Table 6 as rows, and the report of them.
+"""What checkpoints cost: the five columns of the ZO paper's Table 6 as rows.
 
-python -m benchmarks.checkpoint_speed table --folder DIR --out rows.jsonl [--only 6.7b] [--resume] [--budget-s 240]
-python -m benchmarks.checkpoint_speed report rows.jsonl > report.md
+python -m benchmarks.speed checkpoints --set folder=DIR --out rows.jsonl
 
-One process a case ([Note: fork from a warm parent]). A checkpoint is saved before every `--every`-th step, and tokens/s
+One process a case ([Note: fork from a warm parent]). A checkpoint is saved before every `every`-th step, and tokens/s
 is the wall clock from the first save to the last step, or to the end of the last save where that comes later: a period
 is as long as it would be in the middle of a run. `torch.save` is timed as users call it: it returns when the bytes are
 in the page cache. Ours are fsynced, hashed and renamed, in the background in `zo-async`. A disk that takes longer for
-one checkpoint than training takes for `--every` steps sets the pace, so its speed (written and fsynced in the same
+one checkpoint than training takes for `every` steps sets the pace, so its speed (written and fsynced in the same
 folder by a case of its own) stands beside. All blocks stream, as in the paper. At most two checkpoints of
 one case are on disk at a time, and none after it.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,26 +26,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import report
-from benchmarks.zo_case import ZOCase, mezo, token_ids, zo
+from benchmarks.training_case import TrainingCase
+from benchmarks.zo_case import mezo, token_ids, zo
 from ds_zo.bench.measure import memory_peaks, start_device, synchronize
-from ds_zo.bench.runner import Case, prepare_to_fork, read_rows, run_cases
 from ds_zo.records.rows import Row
 
-METHODS = ("mezo", "mezo-torch-save", "zo", "zo-torch-save", "zo-async")
-SHAPES = ("opt-1.3b", "opt-2.7b", "opt-6.7b")
-STREAM = {"master": "wire", "resident_blocks": 0}
-_PARAMETERS_B = {"opt-1.3b": 1.32, "opt-2.7b": 2.65, "opt-6.7b": 6.66}
-_EXPECTED_GB = 2.2
-"""Host memory a billion parameters in 16 bits, times the copies a case has of them."""
 _SCRATCH = "checkpoint_speed-"
-_STEPS, _EVERY, _WARMUP = 30, 10, 8
-_PERIODS = {"mezo": 2, "zo": 2, "mezo-torch-save": 1, "zo-torch-save": 1}
-"""Of methods that have no background to fall behind: fewer say the same."""
-_MEZO_WARMUP = 2
-_EXPECTED_S = {"mezo": 0.6, "zo": 1.5, "zo-async": 3.0, "mezo-torch-save": 4.0, "zo-torch-save": 5.0}
-"""A billion parameters, on one H200 and a fast disk, besides starting."""
-_STARTING_S = 8.0
 
 
 def _nothing() -> None:
@@ -102,22 +85,10 @@ def run_disk(*, folder: str, gb: float = 4.0) -> Row:
     }
 
 
-@dataclass(frozen=True)
-class CheckpointCase(ZOCase):
-    """A case that saves checkpoints while it trains; float32 without a GPU."""
-
-    folder: str = "."
-    """Where checkpoints are written: the speed of its disk is part of the case."""
-    every: int = _EVERY
-    """Steps between two checkpoints."""
-    stream: Mapping[str, Any] | None = field(default_factory=lambda: dict(STREAM))
-    warmup: int = _WARMUP
-    steps: int = _STEPS
-
-
 def run_case(**settings: Any) -> Row:
-    """Measures one `CheckpointCase` in this process. The files that it writes in `folder` are removed at the end."""
-    case = CheckpointCase(**settings)
+    """Measures one case in this process; in float32 without a GPU. The files that it writes in `folder` are removed at
+    the end."""
+    case = TrainingCase(**settings)
     where = start_device(case.device)
     if where.type != "cuda":
         case = replace(case, dtype="fp32")
@@ -196,14 +167,14 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _mezo(model: Any, ids: torch.Tensor, case: CheckpointCase, *, folder: Path) -> _SavingMethod:
+def _mezo(model: Any, ids: torch.Tensor, case: TrainingCase, *, folder: Path) -> _SavingMethod:
     step = partial(mezo(model, lr=case.rate).step, ids)
     if case.method == "mezo":
         return _SavingMethod(step)
     return _SavingMethod(step, lambda: torch.save(model.state_dict(), folder / "model.pt"))
 
 
-def _zo(model: Any, ids: torch.Tensor, case: CheckpointCase, *, folder: Path) -> _SavingMethod:
+def _zo(model: Any, ids: torch.Tensor, case: TrainingCase, *, folder: Path) -> _SavingMethod:
     method = case.method
     checkpoint = {"asynchronous": method == "zo-async", "keep_last": 1}
     options: Row = {"stream": case.stream, "checkpoint": checkpoint}
@@ -225,90 +196,3 @@ def _zo(model: Any, ids: torch.Tensor, case: CheckpointCase, *, folder: Path) ->
         snapshot.abandon()
 
     return _SavingMethod(step, save, prepare if method == "zo-async" else _nothing, engine.wait_for_checkpoint, engine)
-
-
-# Cases
-
-
-def cases(
-    *,
-    folder: str,
-    shapes: Sequence[str] = SHAPES,
-    methods: Sequence[str] = METHODS,
-    disk_gb: float = 4.0,
-    timeout_s: float = 90.0,
-    **more: Any,
-) -> list[Case]:
-    """What decides first, for where time runs out: the disk, the largest shape with and without our checkpoints; then
-    the table's other rows; at the end what takes longest, `torch.save` of the largest."""
-    here = "benchmarks.checkpoint_speed"
-    largest = max(shapes, key=lambda shape: _PARAMETERS_B.get(shape, 0.0))
-
-    def turn(pair: tuple[str, str]) -> tuple[int, float]:
-        shape, method = pair
-        if shape != largest:
-            return 1, _PARAMETERS_B.get(shape, 0.0)
-        return (3 if method.endswith("torch-save") else 2 if method.startswith("mezo") else 0), 0.0
-
-    found = [Case("disk", f"{here}:run_disk", {"folder": folder, "gb": disk_gb}, timeout_s=timeout_s)]
-    for shape, method in sorted(((shape, method) for shape in shapes for method in methods), key=turn):
-        case = CheckpointCase(shape, method, folder=folder, **more)
-        if method in _PERIODS:
-            case = replace(case, steps=min(case.steps, _PERIODS[method] * case.every))
-        if method.startswith("mezo"):
-            case = replace(case, warmup=min(case.warmup, _MEZO_WARMUP))
-        copies = 0.5 if method == "mezo" else 1.0 if method in ("mezo-torch-save", "zo") else 2.0
-        needed = _PARAMETERS_B[shape] * _EXPECTED_GB * copies if shape in _PARAMETERS_B else None
-        expected_s = _STARTING_S + _EXPECTED_S[method] * _PARAMETERS_B[shape] if needed and method in _EXPECTED_S else 0
-        limits = {"timeout_s": timeout_s, "planned_host_gb": needed, "expected_s": expected_s}
-        found.append(case.to_run(f"{shape}/{method}", f"{here}:run_case", **limits))
-    return found
-
-
-# Command line
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="command", required=True)
-    table = commands.add_parser("table", help="all cases, one process each")
-    table.add_argument("--folder", default=".", help="where checkpoints go: its disk is what is measured")
-    table.add_argument("--out", type=Path, required=True, help="JSONL file to append rows to")
-    table.add_argument("--shapes", default=",".join(SHAPES))
-    table.add_argument("--methods", default=",".join(METHODS), help="also zo-sync: ours in the foreground")
-    table.add_argument("--only", help="cases by a glob or a part of the name")
-    table.add_argument("--resume", action="store_true", help="go on with the last run of --out, keeping its rows")
-    table.add_argument("--budget-s", type=float, help="end after this many seconds; --resume makes the rest")
-    table.add_argument("--timeout-s", type=float, default=90.0, help="for one case")
-    table.add_argument("--steps", type=int, default=_STEPS)
-    table.add_argument("--every", type=int, default=_EVERY, help="steps between two checkpoints")
-    table.add_argument("--disk-gb", type=float, default=4.0, help="GB written to measure the disk")
-    table.add_argument("--stream", default=STREAM, type=json.loads, help="the ds_zo.stream section, as JSON")
-    table.add_argument("--layers", type=int, help="cut the models' depth")
-    table.add_argument("--length", type=int, default=2048)
-    table.add_argument("--warmup", type=int, default=_WARMUP)
-    table.add_argument("--device", default="cuda")
-    shown = commands.add_parser("report", help="Markdown from rows")
-    shown.add_argument("rows", type=Path)
-    args = parser.parse_args(argv)
-    if args.command == "report":
-        print(report(read_rows(args.rows)))
-        return
-    if argv is None:
-        prepare_to_fork()
-    more = {name: getattr(args, name) for name in ("steps", "every", "stream", "layers", "length", "warmup", "device")}
-    chosen = cases(
-        folder=str(Path(args.folder).resolve()),
-        shapes=args.shapes.split(","),
-        methods=args.methods.split(","),
-        disk_gb=args.disk_gb,
-        timeout_s=args.timeout_s,
-        **more,
-    )
-    run_cases(chosen, out=args.out, only=args.only, resume=args.resume, total_s=args.budget_s, device=args.device)
-    _remove_leftovers(Path(args.folder))
-    print(report(read_rows(args.out)))
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,35 +22,15 @@ from ds_zo.streaming.blocks import find_blocks
 
 _ROOM = 0.97
 """Share of a card that tensors can be expected to get."""
-
-
-@dataclass(frozen=True)
-class LOMOCase(TrainingCase):
-    """A case of LOMO or of a first-order method beside it, in bf16."""
-
-    attention: str | None = "sdpa"
-    checkpointing: bool = True
-    """Whether transformers checkpoints each block. Streamed LOMO recomputes blocks itself and needs none."""
-    warmup: int = 2
-    steps: int = 6
-
-    @property
-    def num_positions(self) -> int:
-        return max(self.length, 2048)
-
-
-@dataclass(frozen=True)
-class MemoryCase(LOMOCase):
-    """A case of device memory by part; it makes two steps."""
-
-    attention: str | None = "eager"
+_POSITIONS = 2048
+"""Tokens that every model takes at least."""
 
 
 def speed(**settings: Any) -> Row:
-    """Tokens a second of one `LOMOCase`, in this process."""
-    case = LOMOCase(**settings)
+    """Tokens a second of one case, in this process."""
+    case = TrainingCase(**settings)
     where = start_device(case.device, cap_gb=case.cap_gb)
-    model = case.lazy_model(where)
+    model = case.lazy_model(where, positions=_POSITIONS)
     numel = _numel(model)
     streamed = case.stream is not None
     needed_gb = _least_nbytes(case.method, numel, streamed=streamed or case.method == "zero3_offload") / 1e9
@@ -104,16 +83,16 @@ def speed(**settings: Any) -> Row:
 
 
 def memory(**settings: Any) -> Row:
-    """Device memory of one `MemoryCase` by part, as the LOMO paper's table lists it.
+    """Device memory of one case by part, in two steps, as the LOMO paper's table lists it.
 
     A case that does not fit has the sum of its parts: activations are measured with the weights alone, the other parts
     are counted. A compiled block returns the gradients of its parameters together.
     """
-    case = MemoryCase(**settings)
+    case = TrainingCase(**settings)
     method = case.method
     where = start_device(case.device)
     _warm_libraries(where)
-    model = materialise(case.lazy_model(where)).to(where)
+    model = materialise(case.lazy_model(where, positions=_POSITIONS)).to(where)
     model.train()
     set_checkpointing(model, case.checkpointing)
     numel = _numel(model)

@@ -40,57 +40,28 @@ from ds_zo.bench.trainer import (
 from ds_zo.records.environment import host_peak_gb
 from ds_zo.records.rows import Row
 
-
-@dataclass(frozen=True)
-class LSPCase(TrainingCase):
-    """A case of LSP or of a method beside it, checkpointed.
-
-    `method` is `forward_backward`, `adamw-torch` or a contender's name. The model is float32 without a GPU.
-    """
-
-    attention: str | None = "sdpa"
-    clipping: float = 1.0
-    """`gradient_clipping`; 0: none."""
-    warmup: int = 4
-    steps: int = 12
-    max_s: float | None = None
-    """Most seconds that timed steps may take, in place of some of `steps`; None: no limit."""
-    then_batch: int | None = None
-    """A second batch size that the same engine is measured with: setting an engine up may take longer than its steps.
-    None: one batch size only."""
-    links_gbps: tuple[float | None, ...] = (None,)
-    """GB/s of links between host and device, one after the other under the same engine, which is set up on the first:
-    emulated ones, slower than the machine's; None: the machine's own."""
-    without: tuple[str, ...] = ()
-    """Parts of LSP's schedule that are switched off: "early uploads" (of directions, inside the backward pass), "last
-    first" (the order of copies and of Adam's queue from the transition layer on)."""
-    adam_on_device: bool = False
-    """Whether LSP's Adam runs on the GPU."""
-    take_apart: bool = False
-    """Whether the step is measured again without its parts, on each link: [Note: taken apart by switching off]."""
-
-    @property
-    def num_positions(self) -> int:
-        return max(self.length, 2048)
+_POSITIONS = 2048
+"""Tokens that every model takes at least."""
 
 
 def speed(**settings: Any) -> Row:
-    """Measures one `LSPCase` in this process. The row of `then_batch` is under `then`, those of all links but the first
+    """Measures one case in this process, checkpointed: `method` is `forward_backward`, `adamw-torch` or a contender's
+    name. The row of `then_batch` is under `then`, those of all links but the first
     under `links`, by GB/s, without the seconds of forward and backward. A compiler that fails ends the case."""
-    case = LSPCase(**settings)
+    case = TrainingCase(**settings)
     where = start_device(case.device, cap_gb=case.cap_gb)
     with ExitStack() as stack:
         return _speed(case, where, stack)
 
 
-def _speed(case: LSPCase, where: torch.device, stack: ExitStack) -> Row:
+def _speed(case: TrainingCase, where: torch.device, stack: ExitStack) -> Row:
     """`stack`: left after the last step."""
     method, clipping = case.method, case.clipping
     if where.type != "cuda":
         case = replace(case, dtype="fp32")
     first_link, *other_links = case.links_gbps
     on_link = slower_link if where.type == "cuda" else (lambda gbps: nullcontext())
-    model = case.lazy_model(where)
+    model = case.lazy_model(where, positions=_POSITIONS)
     if case.stream is None:
         model = materialise(model, where)
     numel = sum(p.numel() for p in model.parameters())
@@ -291,7 +262,7 @@ def _no_zero_adam(engine: Any) -> Iterator[None]:
 # Who trains
 
 
-def _engine(contender: Contender, model: Any, case: LSPCase) -> Trainer:
+def _engine(contender: Contender, model: Any, case: TrainingCase) -> Trainer:
     import deepspeed
 
     import ds_zo  # noqa: F401

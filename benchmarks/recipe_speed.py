@@ -1,31 +1,23 @@
 """Memory and speed of the recipes in docs/recipes.md: each JSON of ds_configs/ as it is, with random weights.
 
-python -m benchmarks.recipe_speed --list
-python -m benchmarks.recipe_speed --out benchmarks/results/h200_recipes.jsonl --only 'adalomo|lora' --total-s 300
-python -m benchmarks.recipe_speed --tiny --device cpu
+python -m benchmarks.speed recipes --out benchmarks/results/h200_recipes.jsonl --only 'adalomo|lora' --total-s 300
 
-The GPU's memory is limited to that of the recipe's card. `python -m benchmarks.pages` then
-shows the rows.
+The GPU's memory is limited to that of the recipe's card.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from benchmarks import presets
 from benchmarks.recipes import RECIPES, Recipe
-from ds_zo.bench.builds import Builds
-from ds_zo.bench.runner import WARM, Case
+from ds_zo.bench.runner import Case
 from ds_zo.records.rows import Row
 
 CONTENDERS = {"zero-offload": "zero2-offload", "zero-3": "zero3-offload-param"}
 """Names of `ds_zo.bench.contenders` where the planner has others."""
-_WARM = (*WARM, "benchmarks.recipe_speed", "ds_zo.bench.entrant")
 _MAX_S = 8.0
 _TINY_SHAPES = {"llama": "llama-tiny", "opt": "opt-tiny"}
 
@@ -125,21 +117,3 @@ def _with_lora(model: nn.Module, *, rank: int) -> nn.Module:
     lora = LoraConfig(r=rank, lora_alpha=16.0, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     base: Any = materialise(model, "cpu")
     return get_peft_model(base, lora)
-
-
-def _build(cases: Sequence[Case], device: str) -> None:
-    Builds(wanted=device == "cuda" and any(case.env for case in cases)).wait()
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    presets.run_rows(argv, description=__doc__, cases_of=cases_of, warm=_WARM, on_row=_show, before=_build)
-
-
-def _show(row: Row) -> None:
-    sizes = ("peak_gb", "peak_reserved_gb", "host_peak_gb")
-    keys = ("case", "status", "tokens_per_s", "step_s", *sizes, "loss", "load_s", "wall_s", "error")
-    print(json.dumps({key: row[key] for key in keys if row.get(key) is not None}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

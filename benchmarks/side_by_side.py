@@ -6,7 +6,7 @@ python -m benchmarks.side_by_side --old runs/old --only 'zo|lomo' --tiny --devic
 
 Each checkout has one warm process, which forks a child for each case. Both checkouts run a case before the next case
 begins, so that a change of the machine's speed reaches both. The table gives the median over all rounds and the ratio
-new / old. Rows have the `side`, `old` or `new`, and the `round`.
+new / old. Rows have the `side`, `old` or `new`, and the `round`. The cases are the suite `side-by-side`.
 """
 
 from __future__ import annotations
@@ -21,48 +21,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.adapter_speed import AdapterCase
-from benchmarks.lomo_cases import LOMOCase
-from benchmarks.lsp_cases import LSPCase
-from benchmarks.training_case import TrainingCase
-from benchmarks.zo_case import ZOCase
+from benchmarks.speed import cases_of
 from ds_zo.bench.runner import is_named_like, prepare_to_fork
 from ds_zo.records.rows import Row, append_row, table
 
-_ON_HOST = {"resident_blocks": 0}
-_WIRE = {"master": "wire"}
-_LSP = {"projector": "random", "edge": "dense"}
-"""Written out, because defaults of two checkouts may differ. Fitted projectors take the same time a step."""
-CASES: dict[str, tuple[str, TrainingCase]] = {
-    "zo-1.3b-resident": ("zo_case:run_case", ZOCase("opt-1.3b", "zo", resident=True, stream=_WIRE, steps=30)),
-    "zo-6.7b-resident": ("zo_case:run_case", ZOCase("opt-6.7b", "zo", resident=True, stream=_WIRE, steps=12)),
-    "zo-6.7b-streamed": ("zo_case:run_case", ZOCase("opt-6.7b", "zo", stream={**_WIRE, **_ON_HOST}, steps=12)),
-    "zo-6.7b-capped": (
-        "zo_case:run_case",
-        ZOCase("opt-6.7b", "zo", stream={**_WIRE, "device_memory_gb": 9.5}, cap_gb=10.0, steps=12),
-    ),
-    "lomo-7b-streamed": (
-        "lomo_cases:speed",
-        LOMOCase("llama-7b", "lomo", batch=4, length=1024, checkpointing=False, stream=_ON_HOST, steps=12),
-    ),
-    "lsp-1.3b": ("lsp_cases:speed", LSPCase("llama-1.3b", "lsp", batch=4, length=1024, params=_LSP)),
-    "lsp-7b": ("lsp_cases:speed", LSPCase("llama-7b", "lsp", batch=4, length=1024, params=_LSP)),
-    "adapter-7b-nf4": (
-        "adapter_speed:measure",
-        AdapterCase("llama-7b", "adapter", stream={"frozen_dtype": "nf4", **_ON_HOST}, steps=12, repeated=True),
-    ),
-    "adapter-70b-nf4": (
-        "adapter_speed:measure",
-        AdapterCase(
-            "llama-70b",
-            "adapter",
-            stream={"frozen_dtype": "nf4", "device_memory_gb": 15},
-            cap_gb=16,
-            steps=6,
-            repeated=True,
-        ),
-    ),
-}
 _WORKER = """
 import json, sys
 from ds_zo.bench.runner import WARM, Case, import_warm, run_cases
@@ -103,19 +65,6 @@ class _Checkout:
         self._process.wait()
 
 
-def _case(name: str, *, tiny: bool, device: str) -> dict[str, Any]:
-    target, case = CASES[name]
-    params = case.settings() | {"device": device}
-    if tiny:
-        shape = f"{case.shape.partition('-')[0]}-tiny"
-        params |= {"shape": shape, "batch": 2, "length": 8, "warmup": 2, "steps": 3, "cap_gb": None}
-        params["stream"] = {k: v for k, v in (case.stream or {}).items() if k != "device_memory_gb"} or None
-        params = {k: v for k, v in params.items() if v is not None}
-        if case.method == "lsp":
-            params["params"] = {**_LSP, "subspace_dim": 8}
-    return {"name": name, "target": f"benchmarks.{target}", "params": params, "timeout_s": 240}
-
-
 def summary(rows: Sequence[Row]) -> str:
     """A table with the medians of both sides, the range of rounds, and the ratios new / old."""
     lines = []
@@ -146,15 +95,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on toy models")
     args = parser.parse_args(argv)
-    names = [name for name in CASES if args.only is None or is_named_like(name, args.only)]
+    cases = cases_of("side-by-side", device=args.device, tiny=args.tiny)
+    cases = [case for case in cases if args.only is None or is_named_like(case.name, args.only)]
     sides = {side: _Checkout(tree.resolve()) for side, tree in (("old", args.old), ("new", args.new))}
     rows: list[Row] = []
     try:
         for number in range(args.rounds):
             order = list(sides) if number % 2 == 0 else list(reversed(sides))
-            for name in names:
+            for case in cases:
+                given = {"name": case.name, "target": case.target, "params": case.params, "timeout_s": 240}
                 for side in order:
-                    found = sides[side].run(_case(name, tiny=args.tiny, device=args.device))
+                    found = sides[side].run(given)
                     rows.append({**found, "side": side, "round": number})
                     if args.out is not None:
                         append_row(args.out, rows[-1])

@@ -28,7 +28,7 @@ _NUM_WARMUPS, _LENGTH = 12, 2048
 _NOISE_KERNELS = ("replay", "perturb", "fold", "noise")
 
 
-def record(*, shape: str, layers: int | None, dtype: str, stream: Mapping[str, Any]) -> Recording:
+def record(*, shape: str, layers: int | None, dtype: str, stream: Mapping[str, Any], device: str = "cuda") -> Recording:
     """The last but one of a few profiled steps, whose uploads began in the step before and go on into the next."""
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -40,11 +40,11 @@ def record(*, shape: str, layers: int | None, dtype: str, stream: Mapping[str, A
     from ds_zo.planner.models import DTYPES
     from ds_zo.planner.shapes import config_of
 
-    device = start_device("cuda")
+    where = start_device(device)
     config = config_of(shape, num_layers=layers, max_length=_LENGTH)
-    model = random_model(config, dtype=DTYPES[dtype], device=device)
+    model = random_model(config, dtype=DTYPES[dtype], device=where)
     prepared = zo(model, dtype=dtype, batch=1, lr=1e-7, stream=stream)
-    ids = token_ids(config, 1, _LENGTH, device)
+    ids = token_ids(config, 1, _LENGTH, where)
     for _ in range(_NUM_WARMUPS):
         prepared.step(ids)
     torch.cuda.synchronize()

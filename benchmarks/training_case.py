@@ -1,16 +1,15 @@
 """The case of every speed suite: one method trains one published shape with random weights on random token ids.
 
-A suite derives its own dataclass where it needs further fields or other defaults. The harness (`ds_zo.bench.runner`)
-runs a case in a process of its own: `to_run` gives it the fields that differ from their defaults, and the suite's
-target makes the case from them again. The row of a case has these fields under `params`.
+`suites/` has the fields of each case that differ from their defaults. The harness (`ds_zo.bench.runner`) runs a case in
+a process of its own, where the case's target makes a `TrainingCase` of these fields. The row has them under `params`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +17,11 @@ from torch import nn
 
 from benchmarks.bloom_attention import attend_in_pieces
 from ds_zo.bench.measure import measure_steps
-from ds_zo.bench.runner import Case
 from ds_zo.bench.shapes import random_model
 from ds_zo.bench.traces import profile_steps
 from ds_zo.planner.models import DTYPES
 from ds_zo.planner.shapes import config_of
 from ds_zo.records.rows import Row
-
-_ALWAYS_GIVEN = ("shape", "method", "batch", "length")
 
 
 @dataclass(frozen=True)
@@ -35,7 +31,7 @@ class TrainingCase:
     shape: str
     """A name of `ds_zo.planner.shapes`."""
     method: str
-    """A name that the suite knows."""
+    """A name that the case's target knows."""
     batch: int = 1
     """Sequences of one step."""
     length: int = 2048
@@ -43,8 +39,6 @@ class TrainingCase:
     dtype: str = "bf16"
     layers: int | None = None
     """Layers of the model; None: as many as the shape has."""
-    overrides: Mapping[str, Any] | None = None
-    """Fields of the model's configuration that differ from the shape's."""
     attention: str | None = None
     """The model's attention implementation; None: the one that transformers chooses. `pieces`, for BLOOM: a few heads
     at a time."""
@@ -64,34 +58,73 @@ class TrainingCase:
     """Timed steps."""
     slow_host: bool = False
     """Whether the same steps are measured again on two cores, and the time in which the GPU is busy."""
+    max_s: float | None = None
+    """Most seconds that timed steps may take, in place of some of `steps`; None: no limit."""
     device: str = "cuda"
 
-    @property
-    def num_positions(self) -> int:
-        """The longest sequence that the model must take, in tokens."""
-        return self.length
+    # Of ZO
+    inputs: Sequence[Sequence[int]] | None = None
+    """Several (batch, length) pairs that are measured on one loaded model, in place of `batch` and `length`."""
+    resident: bool = False
+    """Whether all blocks stay on the device; ZO streams its blocks unless it is set."""
+    age: bool = True
+    """Whether streamed ZO warms up for at least one write-back interval. Before that fewer updates are pending, and
+    replay is cheaper than in the middle of a run."""
+    fill_steps: int = 0
+    """Steps more, once the blocks that fit `device_memory_gb` have moved to the device. One load of a large model then
+    gives its smallest footprint and its speed within a budget."""
+    folder: str = "."
+    """Where checkpoints are written: the speed of its disk is part of the case."""
+    every: int = 10
+    """Steps between two checkpoints."""
 
-    def lazy_model(self, device: torch.device) -> nn.Module:
-        """The model on the meta device. Its weights are drawn when it is materialised or an engine reads them."""
-        config = config_of(self.shape, num_layers=self.layers, max_length=self.num_positions)
-        for name, value in (self.overrides or {}).items():
-            setattr(config, name, value)
+    # Of LOMO
+    checkpointing: bool = True
+    """Whether transformers checkpoints each block. Streamed LOMO recomputes blocks itself and needs none."""
+
+    # Of LSP
+    clipping: float = 1.0
+    """`gradient_clipping`; 0: none."""
+    then_batch: int | None = None
+    """A second batch size that the same engine is measured with: setting an engine up may take longer than its steps.
+    None: one batch size only."""
+    links_gbps: Sequence[float | None] = (None,)
+    """GB/s of links between host and device, one after the other under the same engine, which is set up on the first:
+    emulated ones, slower than the machine's; None: the machine's own."""
+    without: Sequence[str] = ()
+    """Parts of LSP's schedule that are switched off: "early uploads" (of directions, inside the backward pass), "last
+    first" (the order of copies and of Adam's queue from the transition layer on)."""
+    adam_on_device: bool = False
+    """Whether LSP's Adam runs on the GPU."""
+    take_apart: bool = False
+    """Whether the step is measured again without its parts, on each link: [Note: taken apart by switching off]."""
+
+    # Of adapters
+    rank: int = 16
+    """Rank of the adapters."""
+    repeated: bool = False
+    """Whether all blocks have the weights of the first one, which are drawn and quantised once."""
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of ZO and of MeZO."""
+        return 1e-7 if self.lr is None else self.lr
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """The (batch, length) pairs that are measured."""
+        return [(int(b), int(t)) for b, t in self.inputs] if self.inputs else [(self.batch, self.length)]
+
+    def lazy_model(self, device: torch.device, *, positions: int = 0) -> nn.Module:
+        """The model on the meta device. Its weights are drawn when it is materialised or an engine reads them. It takes
+        the case's sequences, and at least `positions` tokens."""
+        longest = max(positions, *(t for _, t in self.pairs))
+        config = config_of(self.shape, num_layers=self.layers, max_length=longest)
         in_pieces = self.attention == "pieces"
         if self.attention is not None and not in_pieces:
             config._attn_implementation = self.attention
         model = random_model(config, dtype=DTYPES[self.dtype], device=device)
         return attend_in_pieces(model) if in_pieces else model
-
-    def settings(self) -> dict[str, Any]:
-        """Model, method and input, and the other fields that differ from their defaults, as JSON holds them."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in given.items()}
-        defaults = {f.name: f.default for f in fields(self) if f.name not in _ALWAYS_GIVEN}
-        return {name: value for name, value in plain.items() if name not in defaults or value != defaults[name]}
-
-    def to_run(self, name: str, target: str, **limits: Any) -> Case:
-        """The harness's case. `limits` are `timeout_s`, `planned_host_gb` and `expected_s` of `runner.Case`."""
-        return Case(name, target, self.settings(), **limits)
 
 
 def slow_host_row(step: Callable[[], Any], *, steps: int, device: torch.device) -> Row:

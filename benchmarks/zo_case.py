@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,8 +20,7 @@ from ds_zo.records.rows import Row
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
-METHODS = ("zo", "mezo")
-_LR, _ZO_EPS = 1e-7, 1e-3
+_ZO_EPS = 1e-3
 _SETTLING_STEPS = 2
 """The first step compares two ways to run, and an automatic placement moves blocks after it."""
 _LONGEST_WARMUP = 16
@@ -38,39 +37,9 @@ class PreparedMethod:
     facts: Row = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ZOCase(TrainingCase):
-    """A case of ZO or of an in-memory method beside it. ZO streams its blocks unless `resident`."""
-
-    inputs: Sequence[Sequence[int]] | None = None
-    """Several (batch, length) pairs that are measured on one loaded model, in place of `batch` and `length`."""
-    resident: bool = False
-    """Whether all blocks stay on the device."""
-    age: bool = True
-    """Whether streamed ZO warms up for at least one write-back interval. Before that fewer updates are pending, and
-    replay is cheaper than in the middle of a run."""
-    fill_steps: int = 0
-    """Steps more, once the blocks that fit `device_memory_gb` have moved to the device. One load of a large model then
-    gives its smallest footprint and its speed within a budget."""
-
-    @property
-    def rate(self) -> float:
-        """The learning rate."""
-        return _LR if self.lr is None else self.lr
-
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """The (batch, length) pairs that are measured."""
-        return [(int(b), int(t)) for b, t in self.inputs] if self.inputs else [(self.batch, self.length)]
-
-    @property
-    def num_positions(self) -> int:
-        return max(t for _, t in self.pairs)
-
-
 def run_case(**settings: Any) -> Row:
-    """Measures one `ZOCase` in this process. The row has `points` for `inputs`, and `filled` for `fill_steps`."""
-    case = ZOCase(**settings)
+    """Measures one case in this process. The row has `points` for `inputs`, and `filled` for `fill_steps`."""
+    case = TrainingCase(**settings)
     where = start_device(case.device, cap_gb=case.cap_gb)
     model: Any = case.lazy_model(where)
     config = model.config

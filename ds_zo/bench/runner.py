@@ -64,6 +64,7 @@ WARM = (
     "ds_zo.backends.zo.backend",
     "ds_zo.backends.lomo.backend",
     "ds_zo.backends.lsp.backend",
+    "ds_zo.backends.adapter.backend",
 )
 """Modules that most cases import, and that do not initialise CUDA when they are imported."""
 _POLL_S = 0.02

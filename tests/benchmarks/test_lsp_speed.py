@@ -7,23 +7,14 @@ import torch
 from torch._dynamo.utils import counters
 
 from benchmarks import lsp_cases
-from benchmarks.lsp_speed import PRESETS, cases_of
+from benchmarks.speed import cases_of
 from ds_zo.backends.recompute import compiled_blocks
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_case_has_a_name_of_its_own_and_a_rehearsal(preset: str) -> None:
-    cases, rehearsed = cases_of(preset), cases_of(preset, device="cpu", tiny=True)
-    assert len({case.name for case in cases}) == len(cases) == len(rehearsed)
-    assert all(case.params["overrides"]["hidden_size"] == 32 for case in rehearsed)
-    assert {case.params.get("device") for case in rehearsed} == {"cpu"}
-    assert all("device" not in case.params for case in cases), "the default is a GPU"
 
 
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("name", ["lsp-512", "lsp-none", "ceiling", "adamw-torch"])
 def test_a_case_measures_both_batches_memory_and_parts(name: str) -> None:
-    cases = cases_of("issue", device="cpu", tiny=True)
+    cases = cases_of("lsp", device="cpu", tiny=True)
     [case] = [case for case in cases if case.name == f"issue/1.3b/4+1/{name}"]
     row = getattr(lsp_cases, case.target.partition(":")[2])(**case.params)
     four, one = row, {**row, **row["then"]}
@@ -47,7 +38,7 @@ def test_a_case_measures_both_batches_memory_and_parts(name: str) -> None:
 @pytest.mark.usefixtures("single_process")
 def test_one_engine_is_measured_on_every_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lsp_cases, "_TURNS", 1)
-    cases = cases_of("figure5", device="cpu", tiny=True)
+    cases = cases_of("lsp-figure5", device="cpu", tiny=True)
     [case] = [case for case in cases if case.name == "figure5/llama-1.3b/lsp-512"]
     row = lsp_cases.speed(**case.params)
     assert row["link_gbps"] is None and list(row["links"]) == ["20", "10"]
@@ -56,7 +47,9 @@ def test_one_engine_is_measured_on_every_link(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("single_process")
 def test_parts_of_the_schedule_are_switched_off() -> None:
-    [case] = [case for case in cases_of("schedule", device="cpu", tiny=True) if case.name.endswith("/late-first-come")]
+    [case] = [
+        case for case in cases_of("lsp-schedule", device="cpu", tiny=True) if case.name.endswith("/late-first-come")
+    ]
     row = lsp_cases.speed(**case.params)
     assert row["then"]["batch"] == 1 and tuple(case.params["without"]) == ("early uploads", "last first")
 
@@ -64,7 +57,7 @@ def test_parts_of_the_schedule_are_switched_off() -> None:
 @pytest.mark.usefixtures("single_process")
 def test_compiled_cases_compile_whoever_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager_decomp_partition")
-    cases = [case for case in cases_of("speed", device="cpu", tiny=True) if case.name.endswith("-compiled")]
+    cases = [case for case in cases_of("lsp-speed", device="cpu", tiny=True) if case.name.endswith("-compiled")]
     assert {case.name.rpartition("/")[0] for case in cases} == {"1.3b/4", "1.3b/1"}
     for case in cases[:2]:  # LSP: test_compiled_blocks
         counters.clear()
