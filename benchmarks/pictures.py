@@ -323,8 +323,6 @@ def _title(row: Row) -> str:
 
 def headline(rows: Rows, block: str) -> str:
     """Memory against speed, a panel for each model of a block. Cases are CAP/MODEL/CONTENDER."""
-    from ds_zo.bench.plots import panels
-
     spec = specs()[block]
     models: dict[str, list[Row]] = {column[0]: [] for column in spec["parts"][0]["columns"]}
     for row in Block(spec).rows:
@@ -334,7 +332,49 @@ def headline(rows: Rows, block: str) -> str:
             cap_gb = None if cap == "uncapped" else float(cap.removesuffix("gb"))
             models[head].append({**row, "contender": contender, "cap_gb": cap_gb})
     caps = sorted({row["cap_gb"] for found in models.values() for row in found if row["cap_gb"] is not None})
-    return panels(models, caps_gb=caps)
+    return _by_model(models, caps_gb=caps)
+
+
+def _by_model(rows_of: Mapping[str, Rows], *, caps_gb: Sequence[float]) -> str:
+    """Plots memory against speed with a panel per model, as a file of its own. Rows that ran under a cap are hollow."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from ds_zo.bench import plots
+
+    num_columns = min(2, len(rows_of))
+    num_rows = -(-len(rows_of) // num_columns)
+    with rc_context(plots.STYLE):
+        figure = Figure(figsize=(6.2 * num_columns, 4.4 * num_rows), layout="constrained", facecolor="white")
+        grid = figure.subplots(num_rows, num_columns, squeeze=False)
+    for axes in list(grid.flat)[len(rows_of) :]:
+        axes.remove()
+    key = plots.memory_key([row for rows in rows_of.values() for row in rows])
+    for axes, (model, rows) in zip(grid.flat, rows_of.items(), strict=False):
+        points = [(row[key], row["tokens_per_s_mean"], row) for row in rows if row.get(key)]
+        for gb, speed, row in points:
+            colour = plots.colour_of(row)
+            face = colour if row.get("cap_gb") is None else "none"
+            axes.scatter(gb, speed, s=44, marker=plots.marker_of(row), facecolors=face, edgecolors=colour, zorder=3)
+        plots.log_axes(axes, [gb for gb, _, _ in points], [speed for _, speed, _ in points])
+        plots.draw_caps(axes, caps_gb)
+        axes.set_title(model, fontsize=11)
+        axes.set_xlabel("peak GPU memory, GB" if key == "peak_gb" else "peak host memory, GB")
+        axes.set_ylabel("tokens/s")
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+    figure.canvas.draw()  # places the axes, which labels are fitted to
+    for axes, rows in zip(grid.flat, rows_of.values(), strict=False):
+        named = [row for row in rows if row.get(key)]
+        plots.label_points(
+            axes, [(row[key], row["tokens_per_s_mean"], _cap_label(row), plots.colour_of(row)) for row in named]
+        )
+    return plots.as_svg(figure, "memory against speed by model")
+
+
+def _cap_label(row: Row) -> str:
+    cap = row.get("cap_gb")
+    return str(row["contender"]) if cap is None else f"{row['contender']} within {cap:g} GB"
 
 
 DRAWINGS: Mapping[str, Callable[..., Any]] = {

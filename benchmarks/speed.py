@@ -39,7 +39,7 @@ from ds_zo.records.rows import Row
 _FOLDER = Path(__file__).with_name("suites")
 _IN_CODE = {"recipes": recipe_speed.cases_of}
 """Suites whose parameters are made from other files."""
-_TINY: dict[str, Any] = {"layers": 3, "length": 16, "warmup": 1, "steps": 2, "cap_gb": None}
+_TINY: dict[str, Any] = {"layers": 4, "length": 16, "warmup": 1, "steps": 2, "cap_gb": None}
 """What a rehearsal changes of each `TrainingCase`, besides its shape and input."""
 _SHOWN = (
     *("case", "status", "tokens_per_s", "step_s", "peak_gb", "peak_reserved_gb", "host_peak_gb", "store_gb", "up_gbps"),

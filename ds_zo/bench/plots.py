@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ from ds_zo.bench.contenders import ALL
 from ds_zo.bench.losses import SMOOTHED_STEPS, smoothed
 from ds_zo.records.rows import Row
 
-_STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "axes.grid": True, "grid.alpha": 0.25}
+STYLE = {"svg.fonttype": "none", "font.family": "sans-serif", "font.size": 10, "axes.grid": True, "grid.alpha": 0.25}
 _COLOURS = (
     *("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#5f6b7a", "#b5a642", "#3aa6b9"),
     *("#2f4b7c", "#a05195", "#f0803c", "#487e4c", "#7f1d1d", "#0f766e"),
@@ -40,49 +40,14 @@ def memory_against_speed(rows: Sequence[Row], *, cap_gb: float | None = None) ->
     found = [(row[key], row["tokens_per_s"], row) for row in rows if row.get("tokens_per_s") and row.get(key)]
     points = sorted(found, key=lambda point: point[:2])
     for gb, speed, row in points:
-        axes.scatter(gb, speed, s=64, color=_colour(row), marker=_marker(row), zorder=3)
+        axes.scatter(gb, speed, s=64, color=colour_of(row), marker=marker_of(row), zorder=3)
     caps = [cap_gb] if cap_gb is not None and key == "peak_gb" else []
-    _log_axes(axes, [*(gb for gb, _, _ in points), *caps], [speed for _, speed, _ in points])
-    _draw_caps(axes, caps)
-    _label_points(axes, [(gb, speed, row["contender"], _colour(row)) for gb, speed, row in points])
+    log_axes(axes, [*(gb for gb, _, _ in points), *caps], [speed for _, speed, _ in points])
+    draw_caps(axes, caps)
+    label_points(axes, [(gb, speed, row["contender"], colour_of(row)) for gb, speed, row in points])
     axes.set_xlabel("peak GPU memory, GB" if key == "peak_gb" else "peak host memory, GB")
     axes.set_ylabel("tokens/s (median step)")
-    return _svg(figure, "memory against speed")
-
-
-def panels(rows_of: Mapping[str, Sequence[Row]], *, caps_gb: Sequence[float] = ()) -> str:
-    """Plots memory against speed with a panel per model, as a file of its own. Rows that ran under a cap are hollow."""
-    num_columns = min(2, len(rows_of))
-    num_rows = -(-len(rows_of) // num_columns)
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(6.2 * num_columns, 4.4 * num_rows), layout="constrained", facecolor="white")
-        grid = figure.subplots(num_rows, num_columns, squeeze=False)
-    for axes in list(grid.flat)[len(rows_of) :]:
-        axes.remove()
-    key = memory_key([row for rows in rows_of.values() for row in rows])
-    for axes, (model, rows) in zip(grid.flat, rows_of.items(), strict=False):
-        points = [(row[key], row["tokens_per_s_mean"], row) for row in rows if row.get(key)]
-        for gb, speed, row in points:
-            colour = _colour(row)
-            face = colour if row.get("cap_gb") is None else "none"
-            axes.scatter(gb, speed, s=44, marker=_marker(row), facecolors=face, edgecolors=colour, zorder=3)
-        _log_axes(axes, [gb for gb, _, _ in points], [speed for _, speed, _ in points])
-        _draw_caps(axes, caps_gb)
-        axes.set_title(model, fontsize=11)
-        axes.set_xlabel("peak GPU memory, GB" if key == "peak_gb" else "peak host memory, GB")
-        axes.set_ylabel("tokens/s")
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-    figure.canvas.draw()  # places the axes, which labels are fitted to
-    for axes, rows in zip(grid.flat, rows_of.values(), strict=False):
-        named = [row for row in rows if row.get(key)]
-        _label_points(axes, [(row[key], row["tokens_per_s_mean"], _label(row), _colour(row)) for row in named])
-    return _svg(figure, "memory against speed by model")
-
-
-def _label(row: Row) -> str:
-    cap = row.get("cap_gb")
-    return str(row["contender"]) if cap is None else f"{row['contender']} within {cap:g} GB"
+    return as_svg(figure, "memory against speed")
 
 
 def breakdown(rows: Sequence[Row]) -> str:
@@ -108,7 +73,7 @@ def breakdown(rows: Sequence[Row]) -> str:
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("ms a step")
     axes.legend(ncols=3 if profiled else 1, fontsize=9, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.0))
-    return _svg(figure, "breakdown of a step")
+    return as_svg(figure, "breakdown of a step")
 
 
 def learning_curves(rows: Sequence[Row], *, against: str) -> str:
@@ -121,14 +86,14 @@ def learning_curves(rows: Sequence[Row], *, against: str) -> str:
         unit = 1.0 if against == "steps" else row["step_wall_s"]
         at = [unit * (i + 1) for i in range(len(losses))]
         line = "-" if _is_ours(row) else "--"
-        axes.plot(at, losses, line, color=_colour(row), label=row["contender"], linewidth=1.6)
+        axes.plot(at, losses, line, color=colour_of(row), label=row["contender"], linewidth=1.6)
     if against == "seconds":
         axes.set_xscale("log")
         _plain_ticks(axes.xaxis)
     axes.set_xlabel("steps" if against == "steps" else "seconds of training")
     axes.set_ylabel(f"loss (mean of {SMOOTHED_STEPS} steps)")
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return _svg(figure, f"loss against {against}")
+    return as_svg(figure, f"loss against {against}")
 
 
 def memory_key(rows: Sequence[Row]) -> str:
@@ -140,17 +105,17 @@ def _is_ours(row: Row) -> bool:
     return row["contender"] in ALL and ALL[row["contender"]].backend is not None
 
 
-def _marker(row: Row) -> str:
+def marker_of(row: Row) -> str:
     return "o" if _is_ours(row) else "X"
 
 
-def _colour(row: Row) -> str:
+def colour_of(row: Row) -> str:
     """Returns a contender's colour, which is the same in every plot."""
     names = list(ALL)
     return _COLOURS[(names.index(row["contender"]) if row["contender"] in ALL else len(names)) % len(_COLOURS)]
 
 
-def _draw_caps(axes: Axes, caps_gb: Sequence[float]) -> None:
+def draw_caps(axes: Axes, caps_gb: Sequence[float]) -> None:
     for cap in caps_gb:
         axes.axvline(cap, color="#888", linestyle=":", linewidth=1, zorder=1)
         axes.annotate(
@@ -185,7 +150,7 @@ def _cut(axes: Axes, ends: Sequence[float]) -> None:
             )
 
 
-def _label_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
+def label_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -> None:
     """Writes names beside their points in their colours, and moves them apart if they would cover one another or a
     point."""
     axes.figure.canvas.draw()
@@ -219,7 +184,7 @@ def _label_points(axes: Axes, points: Sequence[tuple[float, float, str, str]]) -
         )
 
 
-def _log_axes(axes: Axes, across: Sequence[float], up: Sequence[float]) -> None:
+def log_axes(axes: Axes, across: Sequence[float], up: Sequence[float]) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     for axis, limits, values in ((axes.xaxis, axes.set_xlim, across), (axes.yaxis, axes.set_ylim, up)):
@@ -236,7 +201,7 @@ def _plain_ticks(axis: Axis) -> None:
 
 
 def _figure(width: float, height: float) -> tuple[Figure, Axes]:
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         axes = figure.add_subplot()
     for side in ("top", "right"):
@@ -244,11 +209,11 @@ def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _svg(figure: Figure, name: str) -> str:
+def as_svg(figure: Figure, name: str) -> str:
     """Returns the figure as SVG without the XML prologue, with a text for readers who cannot see it. Ids carry the
     figure's name, because one page holds several figures."""
     text = io.StringIO()
-    with rc_context(_STYLE | {"svg.hashsalt": name}):
+    with rc_context(STYLE | {"svg.hashsalt": name}):
         figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
     svg = text.getvalue()
     prefix = name.replace(" ", "-")

@@ -16,7 +16,7 @@ Spec = dict[str, Any]
 def text_of(monkeypatch: pytest.MonkeyPatch, rows: list[Row], spec: Spec) -> list[str]:
     """The lines of the block's table, and the line below it that names rows and commands."""
     monkeypatch.setattr(blocks, "rows_in", lambda file: [{**row, "file": file} for row in rows])
-    text = blocks.Block({"rows": [{"file": FILE}], "made by": ["zo_speed case"], **spec}).text()
+    text = blocks.Block({"rows": [{"file": FILE}], "made by": ["speed zo"], **spec}).text()
     return [line for line in text.splitlines() if line.startswith(("| ", "Rows"))]
 
 
@@ -37,7 +37,7 @@ def test_a_cell_is_of_the_newest_run_that_has_all_of_its_cases(monkeypatch: pyte
     assert head == "|  | GB | ratio |"
     assert zo == "| ZO at 3 layers | 2.0 | 1.50 / 1.50 (0.38 to 6.00) |", "the ratio is of run a"
     assert lomo == "| LOMO | none |  |", "neither the paper nor a row has a figure"
-    assert "file.jsonl), runs a, b. Made by `python -m benchmarks.zo_speed case --out rows.jsonl`." in source
+    assert "file.jsonl), runs a, b. Made by `python -m benchmarks.speed zo --out rows.jsonl`." in source
     together = text_of(monkeypatch, rows, {**SPEC, "together": True})
     assert together[2].startswith("| ZO at 3 layers | 1.0 |"), "run a has all of the line"
     of_run = text_of(monkeypatch, rows, {**SPEC, "run": "a"})

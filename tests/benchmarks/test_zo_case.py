@@ -11,7 +11,7 @@ import pytest
 from benchmarks import timeline, zo_case
 from benchmarks.speed import cases_of
 
-LAYERS = 3
+LAYERS = 4
 SMALL = {"shape": "opt-tiny", "layers": LAYERS, "length": 8, "warmup": 1, "steps": 1, "device": "cpu", "age": False}
 
 
