@@ -10,20 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from clients import axolotl, llamafactory, lm_eval, swift, trl
-from clients.client import Client
+from clients.client import read_clients
 from clients.environment import REPO, Environment, make_environment
 from clients.evaluation import try_evaluation
 from clients.page import PAGE, ROWS, STAGES, page, read_rows, summary, write_rows
 from clients.training import try_training
 
-CLIENTS: dict[str, Client] = {
-    "trl": trl.CLIENT,
-    "llamafactory": llamafactory.CLIENT,
-    "axolotl": axolotl.CLIENT,
-    "swift": swift.CLIENT,
-    "lm_eval": lm_eval.CLIENT,
-}
+CLIENTS = read_clients()
 
 
 def try_client(name: str, environment: Environment, folder: Path, cases: list[tuple[str, str]]) -> list[dict[str, Any]]:

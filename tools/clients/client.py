@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+import yaml  # type: ignore[import-untyped,unused-ignore]
 
 NUM_STEPS = 4
 SAVE_STEPS = 2
@@ -21,7 +24,7 @@ class Client:
 
     title: str
     """Name on the page."""
-    requires: tuple[str, ...]
+    requires: Sequence[str]
     """Pinned releases for pip. The first is the client itself; ds_zo is added."""
     commands: Mapping[str, str]
     """The command line of each task."""
@@ -29,7 +32,7 @@ class Client:
     """Texts by file name. LEARNING_RATE stands for the rate of the backend."""
     resume: str = ""
     """Words after the command that continue from `out/checkpoint-2`."""
-    backends: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    backends: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Backends tested with each task; ALL where a task is missing."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables that the client needs, and that a user sets too."""
@@ -37,7 +40,7 @@ class Client:
     """Words after the command that the test on a CPU needs, and a user with a GPU does not; the page omits them."""
     about: str = ""
     """Sentences of the page before the command."""
-    limits: tuple[str, ...] = ()
+    limits: Sequence[str] = ()
     """Sentences of the page on what does not work."""
     saved: str = "out"
     """Folder of the final model."""
@@ -63,6 +66,12 @@ class Client:
         own = {name: value for name, value in params.items() if value != "auto"}
         section = {"backend": backend, "params": own, **rest.pop("ds_zo", {})}
         return {**rest, "zero_optimization": {**rest["zero_optimization"], "ds_zo": section}}
+
+
+def read_clients() -> dict[str, Client]:
+    """The clients of `clients.yaml`, by name."""
+    given = yaml.safe_load(Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8"))
+    return {name: Client(**fields) for name, fields in given.items()}
 
 
 def _config(optimizer: str, params: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
