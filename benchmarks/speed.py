@@ -39,8 +39,8 @@ from ds_zo.records.rows import Row
 _FOLDER = Path(__file__).with_name("suites")
 _IN_CODE = {"recipes": recipe_speed.cases_of}
 """Suites whose parameters are made from other files."""
-_TINY: dict[str, Any] = {"layers": 4, "length": 16, "warmup": 1, "steps": 2, "cap_gb": None}
-"""What a rehearsal changes of each `TrainingCase`, besides its shape and input."""
+_TINY: dict[str, Any] = {"layers": 4, "batch": 2, "length": 16, "warmup": 1, "steps": 2, "cap_gb": None}
+"""What a rehearsal changes of each `TrainingCase`, besides its shape."""
 _SHOWN = (
     *("case", "status", "tokens_per_s", "step_s", "peak_gb", "peak_reserved_gb", "host_peak_gb", "store_gb", "up_gbps"),
     *("link_busy", "loss", "finite", "load_s", "first_step_s", "wall_s", "why", "error"),
@@ -96,7 +96,6 @@ def _case(name: str, params: dict[str, Any], *, device: str, given: Mapping[str,
 def _rehearsed(params: dict[str, Any]) -> dict[str, Any]:
     """The same kind of case on a model that a CPU trains at once."""
     small = {**params, **_TINY, "shape": f"{params['shape'].partition('-')[0]}-tiny"}
-    small["batch"] = min(2, params.get("batch", 1))
     if "stream" in params:
         small["stream"] = {key: value for key, value in params["stream"].items() if key != "device_memory_gb"}
         small["stream"] |= {"resident_blocks": 1} if params["stream"].get("resident_blocks") else {}
