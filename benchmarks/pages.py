@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import blocks, pictures, recipes
+from benchmarks.prose import wrapped
 from ds_zo.config.docs import key_tables
-from ds_zo.records.prose import wrapped
 
 REPO = Path(__file__).parents[1]
 DOCS = REPO / "docs"

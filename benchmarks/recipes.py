@@ -17,10 +17,10 @@ from typing import Any
 
 from benchmarks.accuracy import best_rates
 from benchmarks.blocks import read_yaml
+from benchmarks.prose import WIDTH
 from ds_zo.bench.contenders import EXACT_PINNING
 from ds_zo.config import backend_of, with_section_on_top
 from ds_zo.planner import Estimate, Plan, plan
-from ds_zo.records.prose import WIDTH
 from ds_zo.records.rows import Row, read_objects, table
 
 REPO = Path(__file__).resolve().parents[1]

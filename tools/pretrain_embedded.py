@@ -20,10 +20,15 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
-from ds_zo.tasks.embedded_model import bits_per_byte
-from ds_zo.tasks.stdlib_text import documents
+from ds_zo.tasks.stdlib_text import docstrings, modules, parse
 
 PAD, EOS = "<pad>", "<eos>"
 
@@ -76,6 +81,56 @@ def learning_rate(step: int, *, peak: float, warmup: int, total: int) -> float:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, total - warmup)
     return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def documents(*, held_out: bool) -> Iterator[str]:
+    """Each module twice, as source and as its docstrings alone. For pretraining, pydoc's topics too."""
+    for _, source in modules(held_out=held_out):
+        yield source
+        tree = parse(source)
+        prose = "\n\n".join(docstrings(tree)) if tree is not None else ""
+        if prose:
+            yield prose
+    if not held_out:
+        from pydoc_data.topics import topics
+
+        yield from (text for _, text in sorted(topics.items()))
+
+
+@torch.no_grad()
+def bits_per_byte(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    *,
+    length: int = 256,
+    max_rows: int | None = None,
+    batch_size: int = 16,
+) -> float:
+    """Cross-entropy over separate windows of `length` tokens, in bits per byte of UTF-8, comparable between tokenizers.
+
+    With `max_rows`, at most so many windows are used, evenly spaced over the text. The first token of a window is only
+    context: its bytes are not counted.
+    """
+    rows: list[list[int]] = []
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        rows += [ids[i : i + length] for i in range(0, len(ids) - length + 1, length)]
+    if not rows:
+        raise ValueError(
+            f"bits_per_byte needs a text of at least length={length} tokens, got {len(texts)} shorter texts"
+        )
+    if max_rows is not None and len(rows) > max_rows:
+        rows = [rows[i * len(rows) // max_rows] for i in range(max_rows)]
+    nats, num_bytes = 0.0, 0
+    for start in range(0, len(rows), batch_size):
+        batch = rows[start : start + batch_size]
+        ids = torch.tensor(batch, device=model.device)
+        nats += model(input_ids=ids, labels=ids, use_cache=False).loss.item() * (ids.numel() - len(batch))
+        num_bytes += sum(
+            len(tokenizer.decode(row[1:], clean_up_tokenization_spaces=False).encode("utf-8")) for row in batch
+        )
+    return nats / math.log(2) / num_bytes
 
 
 def parse_args() -> argparse.Namespace:

@@ -81,17 +81,3 @@ def docstrings(tree: ast.Module) -> Iterator[str]:
             text = ast.get_docstring(node)
             if text:
                 yield text
-
-
-def documents(*, held_out: bool) -> Iterator[str]:
-    """Each module twice, as source and as its docstrings alone. For pretraining, pydoc's topics too."""
-    for _, source in modules(held_out=held_out):
-        yield source
-        tree = parse(source)
-        prose = "\n\n".join(docstrings(tree)) if tree is not None else ""
-        if prose:
-            yield prose
-    if not held_out:
-        from pydoc_data.topics import topics
-
-        yield from (text for _, text in sorted(topics.items()))

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from pretrain_embedded import bits_per_byte, documents
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ds_zo.tasks import make_task
-from ds_zo.tasks.embedded_model import FOLDER, bits_per_byte
-from ds_zo.tasks.stdlib_text import documents, is_held_out, modules
+from ds_zo.tasks.embedded_model import FOLDER
+from ds_zo.tasks.stdlib_text import is_held_out, modules
 
 BITS_PER_BYTE_BOUND = 2.4
 """Above what the folder's README.md states by a margin for other Python versions' text; knowing nothing costs 8 bits,

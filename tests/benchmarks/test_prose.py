@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_zo.records.prose import WIDTH, wrapped
+from benchmarks.prose import WIDTH, wrapped
 
 
 def test_sentences_are_wrapped_and_everything_else_stays() -> None:
