@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import benchmarks.humaneval.task
-import benchmarks.references  # noqa: F401  (both register what the grids name)
 from benchmarks.grid import Config, Grid, GridError, Method, grid_of_file
 
 

@@ -1,6 +1,6 @@
 """Published optimizers in their plain form, which ZO and LSP are compared with: MeZO and GaLore.
 
-The backends of this module are registered when it is imported. A JSON names them by `optimizer.type`.
+A JSON names them by `optimizer.type` where `register` was called.
 """
 
 from __future__ import annotations
@@ -190,5 +190,7 @@ class GaLore(Backend):
         return G @ state["projector"] if on_right else state["projector"].t() @ G
 
 
-ds_zo.register_backend("MeZO", MeZO, params=MeZOParams)
-ds_zo.register_backend("GaLore", GaLore, params=GaLoreParams, clips_gradients=True)
+def register() -> None:
+    """Makes the two backends available to JSONs in this process."""
+    ds_zo.register_backend("MeZO", MeZO, params=MeZOParams)
+    ds_zo.register_backend("GaLore", GaLore, params=GaLoreParams, clips_gradients=True)

@@ -34,6 +34,7 @@ from tempfile import TemporaryDirectory
 from benchmarks.accuracy import SELECT_SEED, SELECT_TASKS, best_rates, staged_cases, tuning_cases
 from benchmarks.grid import Grid, GridCase, GridError, read_rows, remaining, rows_of
 from benchmarks.grids import GRIDS, read_grid
+from benchmarks.humaneval import task as _humaneval  # noqa: F401  (registers the task)
 from ds_zo.bench.runner import HARNESS_KEYS, NOT_RUN, WARM, Case, prepare_to_fork, run_cases
 from ds_zo.records.rows import Row
 
@@ -53,9 +54,11 @@ def train(*, config: Row, options: Sequence[str], threads: int) -> Row:
     """Trains as launch/train.py does, and returns the run's summary. Runs in the case's own process."""
     import torch
 
+    from benchmarks import references
     from ds_zo.training.arguments import parse_args
     from ds_zo.training.job import run_or_exit
 
+    references.register()
     torch.set_num_threads(threads)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"

@@ -10,16 +10,23 @@ from typing import Any
 
 import pytest
 
-from benchmarks import sweep
+from benchmarks import references, sweep
 from benchmarks.accuracy import best_rates
 from benchmarks.grid import GridError, read_rows, remaining
 from benchmarks.grids import GRIDS, read_grid
 from benchmarks.sweep import thinned
-from ds_zo.config import backend_of
+from ds_zo.config import backend_of, registry
 from ds_zo.config.resolve import resolve
 from ds_zo.records.rows import append_row
 from ds_zo.tasks import TASKS
 from tests.helpers.clean_process import in_clean_process
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MeZO and GaLore, in one test alone."""
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    references.register()
 
 
 @pytest.mark.parametrize("name", list(GRIDS))

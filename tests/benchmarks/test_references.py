@@ -10,11 +10,18 @@ import pytest
 import torch
 from torch import nn
 
-import benchmarks.references  # noqa: F401  (registers GaLore)
+from benchmarks import references
 from ds_zo.backends import Backend
-from ds_zo.config import ConfigError
+from ds_zo.config import ConfigError, registry
 
 pytestmark = pytest.mark.usefixtures("single_process")
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """MeZO and GaLore, in one test alone."""
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    references.register()
 
 
 class TwoLayers(nn.Module):
