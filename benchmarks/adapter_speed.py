@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.training_case import TrainingCase
+from benchmarks.training_case import TrainingCase, token_ids
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise
 from ds_zo.ops import PIECE_NUMEL, nf4
@@ -58,8 +58,7 @@ def measure(**settings: Any) -> Row:
     make = methods[case.method]
     step, store = make(case, model, device)
     load_s = time.perf_counter() - start
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.vocab_size, (case.batch, case.length), generator=generator).to(device)
+    ids = token_ids(model, case.batch, case.length, device)
     first = time.perf_counter()
     first_loss = float(step(ids))
     first_step_s = time.perf_counter() - first

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.training_case import TrainingCase
-from benchmarks.zo_case import mezo, token_ids, zo
+from benchmarks.training_case import TrainingCase, token_ids
+from benchmarks.zo_case import mezo, zo
 from ds_zo.bench.measure import memory_peaks, start_device, synchronize
 from ds_zo.records.rows import Row
 
@@ -94,7 +94,7 @@ def run_case(**settings: Any) -> Row:
         case = replace(case, dtype="fp32")
     model: Any = case.lazy_model(where)
     num_parameters = sum(p.numel() for p in model.parameters())
-    ids = token_ids(model.config, case.batch, case.length, where)
+    ids = token_ids(model, case.batch, case.length, where)
     with _scratch(case.folder) as scratch:
         make = _mezo if case.method.startswith("mezo") else _zo
         stamps = [time.perf_counter()]

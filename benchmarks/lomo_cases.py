@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from benchmarks.lomo_methods import KEEPS_GRADIENTS, STATE_BYTES, make_trainer
-from benchmarks.training_case import TrainingCase, slow_host_row
+from benchmarks.training_case import TrainingCase, random_batch, slow_host_row
 from ds_zo.bench.measure import measure_steps, memory_peaks, start_device
 from ds_zo.bench.shapes import materialise
-from ds_zo.bench.trainer import Batch, Trainer, random_batch, set_checkpointing
+from ds_zo.bench.trainer import Batch, Trainer, set_checkpointing
 from ds_zo.records.rows import Row
 from ds_zo.streaming.allocator import num_retries
 from ds_zo.streaming.blocks import find_blocks

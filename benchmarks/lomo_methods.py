@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.training_case import drop_gradients, with_compiled_blocks
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.bench.lomo_optim import lomo_optim_trainer
-from ds_zo.bench.trainer import Batch, Trainer, drop_gradients, loss_of
+from ds_zo.bench.trainer import Batch, Trainer, loss_of
 from ds_zo.records.rows import Row
 
 STATE_BYTES = {
@@ -65,9 +66,7 @@ def make_trainer(
         trainer = _hooks(model, lr=lr)
     else:
         trainer = _torch(method, model, lr=lr) if method in KEEPS_GRADIENTS else _no_update(model)
-    if compiled:
-        trainer.compile(model)
-    return trainer
+    return with_compiled_blocks(trainer, model) if compiled else trainer
 
 
 def _nothing() -> None: ...

@@ -23,17 +23,21 @@ import torch
 from torch import nn
 
 from benchmarks.slower_link import slower_link
-from benchmarks.training_case import TrainingCase, slow_host_row
+from benchmarks.training_case import (
+    TrainingCase,
+    drop_gradients,
+    random_batch,
+    slow_host_row,
+    with_compiled_blocks,
+)
 from ds_zo.bench.contenders import ALL, Contender, config_of, shared_config
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise
 from ds_zo.bench.trainer import (
     Batch,
     Trainer,
-    drop_gradients,
     loss_of,
     part_seconds,
-    random_batch,
     set_checkpointing,
     torch_adamw_trainer,
 )
@@ -77,7 +81,7 @@ def _speed(case: TrainingCase, where: torch.device, stack: ExitStack) -> Row:
         for part in case.without:
             stack.enter_context(_WITHOUT[part](trainer.engine))
         if case.compiled:
-            trainer.compile(model)
+            trainer = with_compiled_blocks(trainer, model)
         ids = random_batch(model, case.batch, case.length, where)
         synchronize(where)
         load_s = time.perf_counter() - begin

@@ -33,7 +33,8 @@ def record(*, shape: str, layers: int | None, dtype: str, stream: Mapping[str, A
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from benchmarks.zo_case import token_ids, zo
+    from benchmarks.training_case import token_ids
+    from benchmarks.zo_case import zo
     from ds_zo.bench.measure import start_device
     from ds_zo.bench.shapes import random_model
     from ds_zo.bench.traces import trace_events
@@ -44,7 +45,7 @@ def record(*, shape: str, layers: int | None, dtype: str, stream: Mapping[str, A
     config = config_of(shape, num_layers=layers, max_length=_LENGTH)
     model = random_model(config, dtype=DTYPES[dtype], device=where)
     prepared = zo(model, dtype=dtype, batch=1, lr=1e-7, stream=stream)
-    ids = token_ids(config, 1, _LENGTH, where)
+    ids = token_ids(model, 1, _LENGTH, where)
     for _ in range(_NUM_WARMUPS):
         prepared.step(ids)
     torch.cuda.synchronize()

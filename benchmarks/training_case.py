@@ -9,19 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from benchmarks.bloom_attention import attend_in_pieces
+from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.bench.measure import measure_steps
 from ds_zo.bench.shapes import random_model
 from ds_zo.bench.traces import profile_steps
+from ds_zo.bench.trainer import Batch, Trainer
 from ds_zo.planner.models import DTYPES
 from ds_zo.planner.shapes import config_of
 from ds_zo.records.rows import Row
+from ds_zo.streaming.blocks import find_blocks
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,43 @@ class TrainingCase:
             config._attn_implementation = self.attention
         model = random_model(config, dtype=DTYPES[self.dtype], device=device)
         return attend_in_pieces(model) if in_pieces else model
+
+
+def token_ids(model: Any, batch: int, length: int, device: torch.device) -> torch.Tensor:
+    """Random token ids of a model's vocabulary."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, model.config.vocab_size, (batch, length), generator=generator).to(device)
+
+
+def random_batch(model: Any, batch: int, length: int, device: torch.device) -> Batch:
+    ids = token_ids(model, batch, length, device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def drop_gradients(model: nn.Module) -> None:
+    """Drops each gradient as soon as autograd has accumulated it."""
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(drop)
+
+
+def with_compiled_blocks(trainer: Trainer, model: nn.Module) -> Trainer:
+    """Compiles the model's blocks by the same code for every method. The engines of ds_zo have compiled theirs already.
+    A block that could not be compiled fails the next step."""
+    compiler: BlockCompiler | None = getattr(getattr(trainer.engine, "backend", None), "_compiler", None)
+    if compiler is None:
+        compiler = BlockCompiler()
+        compiler.install(find_blocks(model).values())
+
+    def update() -> None:
+        trainer.update()
+        if compiler.failure is not None:
+            raise RuntimeError(f"blocks could not be compiled: {compiler.failure}")
+
+    return replace(trainer, update=update, settings=f"{trainer.settings}, blocks compiled")
 
 
 def slow_host_row(step: Callable[[], Any], *, steps: int, device: torch.device) -> Row:

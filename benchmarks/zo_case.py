@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.training_case import TrainingCase, slow_host_row
+from benchmarks.training_case import TrainingCase, slow_host_row, token_ids
 from ds_zo.bench.measure import link_gbps, measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise
 from ds_zo.planner.models import DTYPES
@@ -67,15 +67,15 @@ def run_case(**settings: Any) -> Row:
     row |= {"load_s": time.perf_counter() - start, **prepared.facts}
     points = []
     for i, (b, t) in enumerate(case.pairs):
-        ids = token_ids(config, b, t, where)
+        ids = token_ids(model, b, t, where)
         points.append(_measure(prepared, ids, warmup=case.warmup, steps=case.steps, age=case.age and i == 0))
     row |= points[0] | {"points": points if case.inputs else None}
     if case.fill_steps and where.type == "cuda":
         prepared.engine.backend.block_store.may_fill_device = True
-        ids, steps = token_ids(config, *case.pairs[0], where), case.fill_steps - _SETTLING_STEPS
+        ids, steps = token_ids(model, *case.pairs[0], where), case.fill_steps - _SETTLING_STEPS
         row["filled"] = _measure(prepared, ids, warmup=_SETTLING_STEPS, steps=steps, age=False)
     if case.slow_host:
-        ids = token_ids(config, *case.pairs[0], where)
+        ids = token_ids(model, *case.pairs[0], where)
         row |= slow_host_row(partial(prepared.step, ids), steps=case.steps, device=where)
     return row
 
@@ -88,11 +88,6 @@ def _lacking_memory(row: Row, device: torch.device, cap_gb: float | None) -> Row
     there = there if cap_gb is None else min(there, cap_gb)
     needed = row["parameters"] * DTYPES[row["dtype"]].itemsize / 1e9
     return {"fits": False, "needs_gb": needed, "device_gb": there} if needed > there else None
-
-
-def token_ids(config: Any, batch: int, length: int, device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, config.vocab_size, (batch, length), generator=generator).to(device)
 
 
 def zo(

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.bench.measure import synchronize
 from ds_zo.records.rows import Row
-from ds_zo.streaming.blocks import find_blocks
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -31,25 +29,13 @@ class Trainer:
     """The method's set-up in words, for the table."""
     engine: Any = None
     """DeepSpeed's engine; None: the method has none."""
-    compiler: BlockCompiler | None = None
     facts: Row = field(default_factory=dict)
 
     def step(self, batch: Batch) -> torch.Tensor:
         loss = self.forward(batch)
         self.backward(loss)
         self.update()
-        if self.compiler is not None and self.compiler.failure is not None:
-            raise RuntimeError(f"blocks could not be compiled: {self.compiler.failure}")
         return loss.detach()
-
-    def compile(self, model: nn.Module) -> None:
-        """Compiles the model's blocks by the same code for every method. The engines of ds_zo have compiled theirs
-        already."""
-        self.compiler = getattr(getattr(self.engine, "backend", None), "_compiler", None)
-        if self.compiler is None:
-            self.compiler = BlockCompiler()
-            self.compiler.install(find_blocks(model).values())
-        self.settings += ", blocks compiled"
 
 
 def loss_of(model: Any) -> Callable[[Batch], torch.Tensor]:
@@ -85,25 +71,9 @@ def torch_adamw_trainer(model: nn.Module, *, lr: float = 1e-4, clipping: float =
     return Trainer(loss_of(model), backward, update, settings)
 
 
-def drop_gradients(model: nn.Module) -> None:
-    """Drops each gradient as soon as autograd has accumulated it."""
-
-    def drop(parameter: torch.Tensor) -> None:
-        parameter.grad = None
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(drop)
-
-
 def set_checkpointing(model: Any, enabled: bool) -> None:
     if enabled:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def random_batch(model: Any, batch: int, length: int, device: torch.device) -> Batch:
-    generator = torch.Generator(device=device).manual_seed(1)
-    ids = torch.randint(0, model.config.vocab_size, (batch, length), device=device, generator=generator)
-    return {"input_ids": ids, "labels": ids}
 
 
 def part_seconds(
