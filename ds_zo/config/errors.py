@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable
-from typing import Any, get_args
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, ParamSpec, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+P = ParamSpec("P")
 _RULE_ERROR = "ds_zo_rule"
 _MAX_VALUE_CHARS = 60
 _NEAR = 0.85
@@ -83,6 +85,16 @@ class Errors:
         if found:
             found[0].also = found[1:]
             raise found[0]
+
+
+def raises_all(rules: Callable[P, Iterable[ConfigError]]) -> Callable[P, None]:
+    """Makes a function that yields errors raise the first one with the others."""
+
+    @wraps(rules)
+    def check(*args: P.args, **kwargs: P.kwargs) -> None:
+        Errors(rules(*args, **kwargs)).raise_all()
+
+    return check
 
 
 def rule_error(text: str, *, field: str | None = None) -> PydanticCustomError:

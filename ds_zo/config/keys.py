@@ -1,6 +1,7 @@
-"""The table of keys that not every backend reads, DeepSpeed's and ours: who reads each, and what the others do with it.
+"""The table of keys that not every backend reads: who reads each key, and what becomes of it under other backends.
 
-Every backend reads a key without a row, or the engine reads it, or nobody asks: a key of the user's own.
+Rows of DeepSpeed's keys are here. Those of the `ds_zo` section are the marks of its fields (`ds_zo/config/section.py`).
+A key without a row is read by every backend or by the engine, or it is the user's own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Marks of the fields of our models: which backends read a key, and what it needs.
+"""Marks of keys: which backends read a key, and what it needs.
 
-Refusals, ignored keys, `ds-zo convert`, `ds-zo plan` and the key tables are loops over these marks.
+Fields of our models have marks in `ds_zo/config/section.py`, and DeepSpeed's keys in `ds_zo/config/keys.py`. Refusals,
+ignored keys, `ds-zo convert`, `ds-zo plan` and the key tables are loops over them.
 """
 
 from __future__ import annotations

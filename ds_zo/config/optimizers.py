@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import torch
@@ -9,7 +10,7 @@ from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from ds_zo.config.base import ConfigModel
-from ds_zo.config.errors import ConfigError, Errors, rule_error, shown
+from ds_zo.config.errors import ConfigError, raises_all, rule_error, shown
 from ds_zo.config.learning_rates import starting_rate
 from ds_zo.config.settings import Settings
 from ds_zo.config.stock import DTYPE_NAMES, lookup
@@ -106,16 +107,15 @@ class ZOParams(OptimizerParams):
     def ranks_per_batch(self) -> int:
         return self.direction_parallel
 
-    def check_config(self, ds_config: dict[str, Any], config: Settings) -> None:
-        errors = Errors()
+    @raises_all
+    def check_config(self, ds_config: dict[str, Any], config: Settings) -> Iterator[ConfigError]:
         wanted, model, at = self.compute_dtype, DTYPE_NAMES[config.dtype], f"{config.params_at}.compute_dtype"
         if wanted != "auto" and config.dtype is not torch.float32 and wanted != model:
             text = f'compute_dtype must be "auto" or "{model}" with {model}.enabled, got "{wanted}"; leave it out'
-            errors.add(ConfigError(text, at=at))
+            yield ConfigError(text, at=at)
         if wanted != "auto" and config.autocast is not None and wanted != DTYPE_NAMES[config.autocast]:
             text = f'compute_dtype must be "auto" when torch_autocast is enabled, got "{wanted}"; leave it out'
-            errors.add(ConfigError(text, at=at))
-        errors.raise_all()
+            yield ConfigError(text, at=at)
 
     @model_validator(mode="after")
     def _directions_divide(self) -> Self:
@@ -165,15 +165,15 @@ class LOMOParams(OptimizerParams):
     def clips_by_value(self) -> bool:
         return self.clip_grad_value is not None
 
-    def check_config(self, ds_config: dict[str, Any], config: Settings) -> None:
-        errors = Errors()
+    @raises_all
+    def check_config(self, ds_config: dict[str, Any], config: Settings) -> Iterator[ConfigError]:
         if self.clip_grad_value is not None and config.clipping_explicit and config.gradient_clipping > 0:
             text = (
                 f"clip_grad_value excludes gradient_clipping, got {self.clip_grad_value:g} beside "
                 f"{config.gradient_clipping:g}; set gradient_clipping to 0 (HF Trainer: max_grad_norm=0), or leave "
                 "clip_grad_value out"
             )
-            errors.add(ConfigError(text, at=f"{config.params_at}.clip_grad_value"))
+            yield ConfigError(text, at=f"{config.params_at}.clip_grad_value")
         if config.trains and config.gradient_accumulation_steps > 1 and self.accumulation == "refuse":
             text = (
                 "gradient_accumulation_steps must be 1, because a gradient is freed once its update is made, got "
@@ -181,8 +181,7 @@ class LOMOParams(OptimizerParams):
                 "micro-batch with activation checkpointing, LSP or ZO, which accumulate, or set "
                 f'{config.params_at}.accumulation to "sequential" for one small update for each micro-batch'
             )
-            errors.add(ConfigError(text, at="gradient_accumulation_steps"))
-        errors.raise_all()
+            yield ConfigError(text, at="gradient_accumulation_steps")
 
 
 class AdaLOMOParams(LOMOParams):
@@ -217,19 +216,18 @@ class AdamWParams(OptimizerParams):
     eps: float = Field(1e-8, gt=0, le=1)
     """Added to the denominator of AdamW's update."""
 
-    def check_config(self, ds_config: dict[str, Any], config: Settings) -> None:
-        errors = Errors()
+    @raises_all
+    def check_config(self, ds_config: dict[str, Any], config: Settings) -> Iterator[ConfigError]:
         for key, value in (config.section.params or {}).items():
             text = f"{key} belongs to the optimizer that the script makes, got {shown(value)}; set it there"
-            errors.add(ConfigError(text, at=f"ds_zo.params.{key}"))
+            yield ConfigError(text, at=f"ds_zo.params.{key}")
         for key in ("adam_w_mode", "adamw_mode"):
             if lookup(ds_config, f"optimizer.params.{key}") is False:
                 text = (
                     f"{key} must be true, because weight decay is decoupled from the gradient, got false; leave it "
                     'out, or make torch.optim.Adam in the script and write "ds_zo": {"backend": "adapter"}'
                 )
-                errors.add(ConfigError(text, at=f"optimizer.params.{key}"))
-        errors.raise_all()
+                yield ConfigError(text, at=f"optimizer.params.{key}")
 
 
 _RETIRED_LSP_KEYS = {
@@ -294,15 +292,14 @@ class LSPParams(OptimizerParams):
     seed: int = Field(0, ge=0, le=MAX_SEED)
     """Seed of the positions and first values of projectors."""
 
-    def check_config(self, ds_config: dict[str, Any], config: Settings) -> None:
-        errors = Errors()
+    @raises_all
+    def check_config(self, ds_config: dict[str, Any], config: Settings) -> Iterator[ConfigError]:
         if config.stream and not config.offload_optimizer:
             text = (
                 'LSP with weights on the host must run Adam on the host too, got offload_param.device "cpu" without '
                 'offload_optimizer; add "offload_optimizer": {"device": "cpu"}, or remove offload_param'
             )
-            errors.add(ConfigError(text, at="zero_optimization.offload_optimizer.device"))
-        errors.raise_all()
+            yield ConfigError(text, at="zero_optimization.offload_optimizer.device")
 
     def warnings_of_config(self, config: Settings) -> list[str]:
         needs = []

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ds_zo.config.errors import ConfigError, Errors, is_near, shown, suggestion
+from ds_zo.config.errors import ConfigError, Errors, is_near, raises_all, shown, suggestion
 from ds_zo.config.marks import Trait
 from ds_zo.config.optimizers import OptimizerParams
 from ds_zo.config.registry import backend_names, entries, entry_of
@@ -87,8 +88,11 @@ def resolve(
     with errors:
         _check_section_params(section_params, in_type=in_type)
     with errors:
-        written = _own_params(block(ds_config, "optimizer"), entry.params) if in_type else section_params
-        optimizer = parse(entry.params, written if isinstance(written, dict) else {}, at=params_at)
+        _check_optimizer_keys(block(ds_config, "optimizer"), entry.params)
+        written = optimizer_params(ds_config["optimizer"]) if in_type else section_params
+        foreign = entry.params.foreign_keys() if in_type else frozenset()
+        own = {key: value for key, value in written.items() if key not in foreign} if isinstance(written, dict) else {}
+        optimizer = parse(entry.params, own, at=params_at)
     with errors:
         stock = read_stock(ds_config, world_size=world_size)
     errors.raise_all()
@@ -188,30 +192,26 @@ def _select(ds_config: dict[str, Any], *, client_optimizer: bool) -> str:
     return in_type or in_section or ""
 
 
-def _check_section_params(params: Any, *, in_type: bool) -> None:
+@raises_all
+def _check_section_params(params: Any, *, in_type: bool) -> Iterator[ConfigError]:
     """Refuses `ds_zo.params` beside an `optimizer` block, and keys in it that belong to the script's own optimizer."""
     if not isinstance(params, dict):
         return
     if in_type:
         text = f"params goes with ds_zo.backend, got {shown(params)} beside an optimizer block"
-        raise ConfigError(f"{text}; move its keys into optimizer.params", at="ds_zo.params")
-    errors = Errors()
+        yield ConfigError(f"{text}; move its keys into optimizer.params", at="ds_zo.params")
+        return
     for key in _GROUP_KEYS:
         if params.get(key) is not None:
             text = f"{key} belongs to the optimizer that the script makes, got {shown(params[key])}; set it there, or "
-            errors.add(
-                ConfigError(f"{text}write an optimizer block instead of ds_zo.backend", at=f"ds_zo.params.{key}")
-            )
-    errors.raise_all()
+            text += "write an optimizer block instead of ds_zo.backend"
+            yield ConfigError(text, at=f"ds_zo.params.{key}")
 
 
-def _own_params(optimizer: dict[str, Any], model: type[OptimizerParams]) -> dict[str, Any]:
-    """`optimizer.params` without parameters of stock optimizers."""
-    errors = Errors()
+@raises_all
+def _check_optimizer_keys(optimizer: dict[str, Any], model: type[OptimizerParams]) -> Iterator[ConfigError]:
     for key, value in optimizer.items():
         if key not in _OPTIMIZER_KEYS:
             known_param = key in model.model_fields
             remedy = "move it into optimizer.params" if known_param else suggestion(str(key), _OPTIMIZER_KEYS)
-            errors.add(ConfigError(f'unknown key "{key}" with value {shown(value)}; {remedy}', at=f"optimizer.{key}"))
-    errors.raise_all()
-    return {key: value for key, value in optimizer_params(optimizer).items() if key not in model.foreign_keys()}
+            yield ConfigError(f'unknown key "{key}" with value {shown(value)}; {remedy}', at=f"optimizer.{key}")

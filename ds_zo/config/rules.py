@@ -9,7 +9,7 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from ds_zo.config.base import is_written
-from ds_zo.config.errors import ConfigError, Errors, is_near, keys_of, shown, suggestion
+from ds_zo.config.errors import ConfigError, Errors, is_near, keys_of, raises_all, shown, suggestion
 from ds_zo.config.keys import unread_keys
 from ds_zo.config.learning_rates import rate_warning
 from ds_zo.config.marks import Needs, ReadBy, Trait, written_with
@@ -33,12 +33,9 @@ _PLACES = {
 """The section of each key that has no effect at the top level."""
 
 
-def check_top_level(ds_config: dict[str, Any]) -> None:
+@raises_all
+def check_top_level(ds_config: dict[str, Any]) -> Iterator[ConfigError]:
     """Refuses misspelt and misplaced top-level keys. DeepSpeed ignores top-level keys that it does not know."""
-    Errors(_check_top_level(ds_config)).raise_all()
-
-
-def _check_top_level(ds_config: dict[str, Any]) -> Iterator[ConfigError]:
     known = {*known_keys(), "ds_zo"}
     own = 'a key of your own may begin with "_"'
     for key in map(str, ds_config):
@@ -111,15 +108,13 @@ def far_rate(config: Resolved, lr: float, *, at: str, num_trained: int | None = 
     )
 
 
-def check_removed_features(ds_config: dict[str, Any]) -> None:
+@raises_all
+def check_removed_features(ds_config: dict[str, Any]) -> Iterator[ConfigError]:
     """Refuses keys that the installed DeepSpeed refuses, even if the feature is switched off."""
-    errors = Errors()
     for path in REMOVED_FEATURES if refuses_removed_features() else ():
         found = lookup(ds_config, path)
         if found is not None:
-            text = f"DeepSpeed 0.19.8 removed {path}, got {shown(found)}; remove the key"
-            errors.add(ConfigError(text, at=path))
-    errors.raise_all()
+            yield ConfigError(f"DeepSpeed 0.19.8 removed {path}, got {shown(found)}; remove the key", at=path)
 
 
 def _check_dtypes(config: Resolved) -> Iterator[ConfigError]:
@@ -139,9 +134,7 @@ def _check_dtypes(config: Resolved) -> Iterator[ConfigError]:
 
 def _check_needs(ds_config: dict[str, Any], config: Resolved) -> Iterator[ConfigError]:
     """Refuses keys that limit memory only with streaming where streaming is off."""
-    if (
-        lookup(ds_config, "zero_optimization.offload_param.device") == "nvme"
-    ):  # which is refused, and asks for streaming
+    if lookup(ds_config, "zero_optimization.offload_param.device") == "nvme":  # refused, and it asks for streaming
         return
     for path, value in _idle(config, Needs.STREAMING):
         if value is not False:
