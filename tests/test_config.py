@@ -14,8 +14,8 @@ import torch
 from deepspeed.runtime import lr_schedules
 
 from ds_zo.config import BACKENDS, ConfigError, ZOParams, backend_of, resolve
-from ds_zo.config.learning_rates import largest_rate
-from ds_zo.config.rules import check_top_level, far_rate
+from ds_zo.config.learning_rates import far_rate, largest_rate
+from ds_zo.config.rules import check_top_level
 from ds_zo.config.stock import known_keys
 
 NAN, INF = float("nan"), float("inf")

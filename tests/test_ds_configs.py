@@ -15,7 +15,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from ds_zo.cli import main
 from ds_zo.config import backend_of, resolve
 from ds_zo.config.docs import key_tables
-from ds_zo.config.rules import far_rate
+from ds_zo.config.learning_rates import far_rate
 
 REPO = Path(__file__).parents[1]
 FOLDER = REPO / "ds_configs"

@@ -17,13 +17,13 @@ from ds_zo.config.base import is_number, is_written
 from ds_zo.config.draft import Change, Draft
 from ds_zo.config.errors import ConfigError, Errors, shown, type_remedy
 from ds_zo.config.keys import SECTION_AT, unread_keys
-from ds_zo.config.learning_rates import StartingRate, starting_rate
+from ds_zo.config.learning_rates import StartingRate, far_rate, starting_rate
 from ds_zo.config.marks import Needs, Trait, marks_in
 from ds_zo.config.optimizers import STOCK_PARAMS
 from ds_zo.config.registry import entry_of, readers, unknown_optimizer
 from ds_zo.config.resolve import backend_of, resolve, with_section_on_top
 from ds_zo.config.resolved import Resolved
-from ds_zo.config.rules import check_top_level, far_rate
+from ds_zo.config.rules import check_top_level
 from ds_zo.config.schedulers import MOMENTUM_SCHEDULERS, OTHER_RATES, peak_key, peak_rate
 from ds_zo.config.section import KAHAN_REMOVAL, DsZoConfig
 from ds_zo.config.stock import block, is_on, lookup, optimizer_params, read_stock

@@ -9,6 +9,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ds_zo.config.marks import Trait
+
+if TYPE_CHECKING:
+    from ds_zo.config.resolved import Resolved
 
 
 @dataclass(frozen=True)
@@ -87,22 +93,23 @@ def largest_rate(backend: str, num_trained: int | None = None) -> float:
     return _FAR * usual_rates(backend)[1]
 
 
-def rate_warning(
-    backend: str, lr: float, *, at: str, is_clipped: bool, adamw_rates: bool = False, num_trained: int | None = None
-) -> str | None:
+def far_rate(config: Resolved, lr: float, *, at: str, num_trained: int | None = None) -> str | None:
     """The warning of a learning rate far from the table's; None for a usual one, and for a backend without rates.
 
-    With `adamw_rates` no rate is too small: preference and reinforcement training lowers AdamW's by as much.
+    Where AdamW's rates suit, none is too small: preference and reinforcement training lowers them by as much.
     """
+    backend = config.backend
     if not lr or not has_rates(backend):
         return None
     low, high = usual_rates(backend)
-    is_low = lr < low / _FAR and not adamw_rates
+    suits_adamw = config.entry.has(Trait.ADAMW_RATES)
+    is_low = lr < low / _FAR and not suits_adamw
     if not is_low and lr <= largest_rate(backend, num_trained):
         return None
+    is_clipped = config.gradient_clipping > 0
     start = starting_rate(backend, num_parameters=num_trained, is_clipped=is_clipped)
     clipping = "" if start.is_clipped is None else f" {'with' if is_clipped else 'without'} gradient_clipping"
-    adamw = "" if adamw_rates else "; AdamW's rates do not suit it"
+    adamw = "" if suits_adamw else "; AdamW's rates do not suit it"
     return (
         f"{start.method.partition(',')[0]} trains at learning rates of about {low:g} to {high:g}, got {lr:g}, which is "
         f"far {'below' if is_low else 'above'} them{adamw}; start from {start.lr:g}{clipping} ({at})"

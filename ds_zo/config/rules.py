@@ -11,7 +11,6 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from ds_zo.config.base import is_written
 from ds_zo.config.errors import ConfigError, Errors, is_near, keys_of, raises_all, shown, suggestion
 from ds_zo.config.keys import unread_keys
-from ds_zo.config.learning_rates import rate_warning
 from ds_zo.config.marks import Needs, ReadBy, Trait, written_with
 from ds_zo.config.registry import readers
 from ds_zo.config.resolved import Resolved
@@ -94,18 +93,6 @@ def warnings_for(ds_config: dict[str, Any], config: Resolved) -> list[str]:
         where = "in its host memory" if config.stream else f"on its device{remedy}"
         found.append(f"zero_optimization.stage 3 shards no weights here: every rank keeps the whole model{but} {where}")
     return found + optimizer.warnings_of_config(config)
-
-
-def far_rate(config: Resolved, lr: float, *, at: str, num_trained: int | None = None) -> str | None:
-    """The warning of a learning rate that is far from the usual ones of the backend."""
-    return rate_warning(
-        config.backend,
-        lr,
-        at=at,
-        is_clipped=config.gradient_clipping > 0,
-        adamw_rates=config.entry.has(Trait.ADAMW_RATES),
-        num_trained=num_trained,
-    )
 
 
 @raises_all

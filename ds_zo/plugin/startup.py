@@ -18,8 +18,8 @@ from torch import nn
 
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.config import Resolved
+from ds_zo.config.learning_rates import far_rate
 from ds_zo.config.marks import Trait
-from ds_zo.config.rules import far_rate
 from ds_zo.logs import show, show_details, warn
 from ds_zo.streaming.blocks import find_blocks
 
