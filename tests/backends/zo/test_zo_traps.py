@@ -164,8 +164,10 @@ class Sets(Toy):
             return super().middle(x)
 
 
-@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
-@pytest.mark.parametrize("enter", [lambda: torch.device("cpu"), PassingMode, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("enter", "json"),
+    [(lambda: torch.device("cpu"), STREAMED), (PassingMode, RESIDENT), (torch.inference_mode, STREAMED)],
+)
 def test_a_mode_around_blocks_runs_one_pass_after_the_other(
     enter: Callable[[], Any], json: dict[str, Any], passes: Recorder
 ) -> None:
@@ -174,20 +176,11 @@ def test_a_mode_around_blocks_runs_one_pass_after_the_other(
     assert len([line for line in lines if "one pass after the other" in line]) == 1
 
 
-class KeepsState(Toy):
-    """Passes the embedding to its last block through an attribute. `strength` scales its effect on the loss."""
+class KeepsElsewhere(Toy):
+    """Passes the embedding to its last block through an object of another class, whose contents are not tracked.
+    `strength` scales its effect on the loss."""
 
     strength = 1.0
-
-    def middle(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = x
-        for block in self.blocks:
-            x = block(x)
-        return x + self.strength * self.kept
-
-
-class KeepsElsewhere(KeepsState):
-    """The same through an object of another class, whose contents are not tracked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,8 +203,9 @@ class InAThread(Toy):
             return pool.submit(torch.no_grad()(super().middle), x).result()
 
 
-@pytest.mark.parametrize("json", [STREAMED, RESIDENT])
-@pytest.mark.parametrize("kind", [KeepsElsewhere, KeepsALittle, InAThread])
+@pytest.mark.parametrize(
+    ("kind", "json"), [(KeepsElsewhere, STREAMED), (KeepsALittle, RESIDENT), (InAThread, RESIDENT)]
+)
 def test_state_that_passes_share_is_found_out(kind: type[Toy], json: dict[str, Any], passes: Recorder) -> None:
     with log_lines() as lines:
         assert_follows(kind(), toy_batches(4), loss_on, passes, json=json)
