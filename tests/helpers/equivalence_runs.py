@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ds_zo.backends.zo.backend
+from tests.helpers.zo_runs import on_device, zo_json
 
 Weights = dict[str, torch.Tensor]
 
@@ -23,27 +24,18 @@ def zo_config(
     dtype: str | None = None,
     accumulation: int = 1,
     section: Mapping[str, Any] | None = None,
-    scheduler: Mapping[str, Any] | None = None,
     batch_size: int = 2,
     **params: Any,
 ) -> dict[str, Any]:
     """A JSON for ZO. Streamed with no block resident unless told otherwise; `params` are the optimizer's."""
-    streamed = {"resident_blocks": 0} if offload else {}
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": batch_size,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "ZO", "params": {"lr": 1e-3, "zo_eps": 1e-3, **params}},
-        "zero_optimization": {"stage": 0},
-        "ds_zo": {"stream": {**streamed, **(stream or {})}, **(section or {})},
-    }
+    json = zo_json(offload=offload, params=params, gradient_accumulation_steps=accumulation, gradient_clipping=1.0)
+    json["train_micro_batch_size_per_gpu"] = batch_size
+    json["ds_zo"] = {"stream": {**({"resident_blocks": 0} if offload else {}), **(stream or {})}, **(section or {})}
     if offload:
-        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+        json["zero_optimization"]["offload_param"]["pin_memory"] = True
     if dtype is not None:
-        config[dtype] = {"enabled": True}
-    if scheduler is not None:
-        config["scheduler"] = dict(scheduler)
-    return config
+        json[dtype] = {"enabled": True}
+    return json
 
 
 @contextmanager
@@ -53,10 +45,6 @@ def zo_engine(model: nn.Module, config: Mapping[str, Any], **arguments: Any) -> 
         yield engine
     finally:
         engine.destroy()
-
-
-def on_device(engine: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.to(engine.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
 def one_step(engine: Any, batch: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch import nn
 
 from ds_zo.backends.zo import backend as zo
 from ds_zo.backends.zo import outputs
-from tests.helpers.equivalence_runs import on_device
 
 LR, EPS = 1e-3, 1e-3
 
@@ -40,6 +39,10 @@ def zo_json(
         "ds_zo": {"stream": {"writeback_interval": interval, **stream}},
         **more,
     }
+
+
+def on_device(engine: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.to(engine.device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
 
 
 def engine_for(model: nn.Module, json: dict[str, Any] | None = None, **arguments: Any) -> Any:
