@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.helpers.lomo_runs import start, train
 from tests.helpers.lsp_runs import Strided, current_weights, lsp_json, small
 from tests.helpers.tiny_models import tiny_batch
 
+Weights = dict[str, torch.Tensor]
 GLOBAL_BATCH = 4
 NUM_STEPS, NUM_FITTED_STEPS = 3, 4
 """The second where projectors are fitted anew after two steps."""
@@ -103,62 +105,62 @@ class Choosy(nn.Module):
         return x.square().mean()
 
 
-def choose(rank: int, stage: int) -> dict[str, Any]:
-    """Each rank leaves out another layer, and all leave out the last but one; learned projectors too."""
-    world_size = torch.distributed.get_world_size()
-    results = {}
-    for projector in ("random", "learned"):
-        case: dict[str, Any] = {"stage": stage, "params": {"projector": projector, "check_interval": 2}}
-        engine = start(json_of(case, world_size), Choosy())
-        before = current_weights(engine)
-        for step in range(3):
-            losses = []
-            for one in range(2) if world_size == 1 else [rank]:
-                x = torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * step + one))
-                uses = [0, 3] if one else [1, 3]
-                losses.append(engine(x, uses))
-            engine.backward(torch.stack(losses).mean())
-            engine.step()
-        after = current_weights(engine)
-        moved = [any(not torch.equal(after[n], before[n]) for n in after if f"layers.{i}." in n) for i in range(4)]
-        results[projector] = {"weights": after, "moved": moved}
-        engine.destroy()
-    return results
+def each(rank: int, work: Callable[..., Weights], cases: list[tuple[Any, ...]]) -> dict[str, Weights]:
+    """The weights after work of each case."""
+    return {str(case): work(rank, *case) for case in cases}
 
 
-def strided(rank: int, stage: int, offload: bool) -> dict[str, torch.Tensor]:
-    """Only the first half of the batch uses all parameters."""
-    world_size = torch.distributed.get_world_size()
-    engine = start(json_of({"stage": stage, "offload": offload}, world_size), Strided())
-    for step in range(3):
+def halves(
+    rank: int,
+    engine: Any,
+    forward: Callable[[torch.Tensor, int], torch.Tensor],
+    *,
+    num_steps: int = 3,
+    after_backward: Callable[[int], object] = lambda step: None,
+) -> Weights:
+    """Trains on both halves of a batch on one rank, and on one on each of two. Returns the weights."""
+    for step in range(num_steps):
         losses = []
-        for one in range(2) if world_size == 1 else [rank]:
-            x = torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * step + one))
-            losses.append(engine(x, one == 0))
+        for half in range(2) if torch.distributed.get_world_size() == 1 else [rank]:
+            x = torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * step + half))
+            losses.append(forward(x, half))
         engine.backward(torch.stack(losses).mean())
+        after_backward(step)
         engine.step()
     weights = current_weights(engine)
     engine.destroy()
     return weights
 
 
-def freeze(rank: int, case: dict[str, Any]) -> dict[str, torch.Tensor]:
+def choose(rank: int, stage: int, projector: str) -> Weights:
+    """Each half leaves out another layer, and both leave out the last but one, which does not move."""
+    case: dict[str, Any] = {"stage": stage, "params": {"projector": projector, "check_interval": 2}}
+    engine = start(json_of(case, torch.distributed.get_world_size()), Choosy())
+    before = current_weights(engine)
+    after = halves(rank, engine, lambda x, half: engine(x, [0, 3] if half else [1, 3]))
+    moved = [any(not torch.equal(after[n], before[n]) for n in after if f"layers.{i}." in n) for i in range(4)]
+    assert moved == [True, True, False, True]
+    return after
+
+
+def strided(rank: int, stage: int, offload: bool) -> Weights:
+    """Only the first half of the batch uses all parameters."""
+    case = {"stage": stage, "offload": offload}
+    engine = start(json_of(case, torch.distributed.get_world_size()), Strided())
+    return halves(rank, engine, lambda x, half: engine(x, half == 0))
+
+
+def freeze(rank: int, case: dict[str, Any]) -> Weights:
     """Freezes a layer between two micro-batches of a step, and another between the second one and the step."""
-    world_size = torch.distributed.get_world_size()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16))
-    engine = start({**json_of(case, world_size), "gradient_accumulation_steps": 2}, model)
-    for step in range(4):
-        losses = []
-        for one in range(2) if world_size == 1 else [rank]:
-            x = torch.randn(2, 16, generator=torch.Generator().manual_seed(10 * step + one))
-            losses.append(engine(x).square().mean())
-        engine.backward(torch.stack(losses).mean())
+    json = {**json_of(case, torch.distributed.get_world_size()), "gradient_accumulation_steps": 2}
+    engine = start(json, model)
+
+    def freeze_some(step: int) -> None:
         model[:3].requires_grad_(False) if step else model[0].requires_grad_(False)
-        engine.step()
-    weights = current_weights(engine)
-    engine.destroy()
-    return weights
+
+    return halves(rank, engine, lambda x, half: engine(x).square().mean(), num_steps=4, after_backward=freeze_some)
 
 
 def overlap(rank: int) -> dict[str, Any]:

@@ -24,9 +24,14 @@ JSONS: dict[str, dict[str, Any]] = {
 }
 
 
-def save_and_load(rank: int, folder: Path, name: str) -> dict[str, Any]:
-    """Losses after a checkpoint, and again after it is loaded, where every rank is the first of its machine."""
+def save_and_load(rank: int, folder: Path) -> dict[str, Any]:
+    """Of each run: losses after a checkpoint, and again after it is loaded, where every rank is the first of its
+    machine."""
     os.environ["LOCAL_RANK"] = "0"
+    return {name: _losses(rank, folder / name, name) for name in JSONS}
+
+
+def _losses(rank: int, folder: Path, name: str) -> dict[str, Any]:
     model = Toy()
     config = {**copy.deepcopy(JSONS[name]), "train_micro_batch_size_per_gpu": 1}
     config["checkpoint"] = {"use_node_local_storage": True}
@@ -36,4 +41,6 @@ def save_and_load(rank: int, folder: Path, name: str) -> dict[str, Any]:
     engine.save_checkpoint(str(folder / str(rank)))
     before = train(engine, batches[2:])
     engine.load_checkpoint(str(folder / str(rank)))
-    return {"before": before, "after": train(engine, batches[2:])}
+    after = train(engine, batches[2:])
+    engine.destroy()
+    return {"before": before, "after": after}
