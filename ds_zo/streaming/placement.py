@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -96,99 +96,118 @@ def plan_units(
     frozen block never are."""
     blocks = find_blocks(module, block_paths)
     hosts_of: dict[int, dict[int, str]] = {}
-    for name, entry in blocks.items():
-        for m in entry.modules():
-            hosts_of.setdefault(id(m), {})[id(entry)] = name
+    for name, block in blocks.items():
+        for m in block.modules():
+            hosts_of.setdefault(id(m), {})[id(block)] = name
+    owners: dict[int, list[nn.Module]] = {}
+    for m in module.modules():
+        for p in _own_parameters(m):
+            owners.setdefault(id(p), []).append(m)
     # A module that several blocks contain, or that is also reachable outside its block, belongs to no block.
     elsewhere = reached_elsewhere(module, blocks.values())
     block_of = {
         key: next(iter(hosts.values())) for key, hosts in hosts_of.items() if len(hosts) == 1 and key not in elsewhere
     }
-    owners: dict[int, list[nn.Module]] = {}
-    for m in module.modules():
-        for p in m._parameters.values():
-            if p is not None:
-                owners.setdefault(id(p), []).append(m)
+    in_block: dict[str, list[PlacedParameter]] = {name: [] for name in blocks}
+    outside: dict[nn.Module, list[PlacedParameter]] = {}
+    for placed in _place_parameters(module, param_groups, owners):
+        owning = owners[id(placed.parameter)]
+        names = {block_of.get(id(m)) for m in owning}
+        block_name = names.pop() if len(names) == 1 else None
+        (outside.setdefault(owning[0], []) if block_name is None else in_block[block_name]).append(placed)
+    for name, placed_list in in_block.items():
+        moved = _outside_their_block(placed_list, outside_blocks)
+        in_block[name] = [placed for placed in placed_list if id(placed.parameter) not in moved]
+        for placed in placed_list:
+            if id(placed.parameter) in moved:
+                outside.setdefault(owners[id(placed.parameter)][0], []).append(placed)
+
+    narrow = {} if callable(frozen_wire) else dict.fromkeys(base_matrix_ids(module), frozen_wire)
+    frozen_wire_of = frozen_wire if callable(frozen_wire) else lambda p: narrow.get(id(p))
+    block_units = [
+        Unit(
+            name,
+            blocks[name],
+            _parts(placed_list, wire=wire, frozen_wire_of=frozen_wire_of, split=split),
+            index=index,
+            is_block=True,
+        )
+        for index, (name, placed_list) in enumerate(in_block.items())
+        if placed_list
+    ]
+    leaf_units, pass_long = _units_outside_blocks(outside, split=split)
+    placement = Placement(block_units, leaf_units, pass_long, _entered_by(module, leaf_units), 0, 0)
+    _size_scratch(placement, hosts_of)
+    return placement
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [p for p in module._parameters.values() if p is not None]
+
+
+def _place_parameters(
+    module: nn.Module, param_groups: Sequence[Mapping[str, object]], owners: Mapping[int, Sequence[nn.Module]]
+) -> Iterator[PlacedParameter]:
+    """All parameters of the module, at their offsets in the model."""
     group_of = {
         id(p): index
         for index, group in enumerate(param_groups)
         for p in group["params"]  # type: ignore[attr-defined]
     }
-    in_block: dict[str, list[PlacedParameter]] = {name: [] for name in blocks}
-    outside: dict[nn.Module, list[PlacedParameter]] = {}
     offset = 0
     for name, p in module.named_parameters():
         trainable = p.requires_grad and id(p) in group_of
-        placed = PlacedParameter(name, p, offset, group_of.get(id(p), 0), trainable, _still(p, owners[id(p)]))
+        yield PlacedParameter(name, p, offset, group_of.get(id(p), 0), trainable, _still(p, owners[id(p)]))
         offset += p.numel()
-        blocks_of_owners = {block_of.get(id(m)) for m in owners[id(p)]}
-        block = blocks_of_owners.pop() if len(blocks_of_owners) == 1 else None
-        if block is None:
-            outside.setdefault(owners[id(p)][0], []).append(placed)
-        else:
-            in_block[block].append(placed)
-    for name, placed_list in in_block.items():
-        frozen = sum(p.numel for p in placed_list if not p.trainable)
-        # In a mostly frozen block the trainable parameters (adapters) become resident units of their own.
-        mostly_frozen = frozen > sum(p.numel for p in placed_list) // 2
-        in_block[name] = []
-        for placed in placed_list:
-            if id(placed.parameter) in outside_blocks or (mostly_frozen and placed.trainable):
-                outside.setdefault(owners[id(placed.parameter)][0], []).append(placed)
-            else:
-                in_block[name].append(placed)
 
-    narrow = {} if callable(frozen_wire) else dict.fromkeys(base_matrix_ids(module), frozen_wire)
-    frozen_wire_of = frozen_wire if callable(frozen_wire) else lambda p: narrow.get(id(p))
 
-    def make(name: str, m: nn.Module, placed: list[PlacedParameter], index: int, *, is_block: bool) -> Unit:
-        if is_block:
-            parts = _parts(placed, wire=wire, frozen_wire_of=frozen_wire_of, split=split)
-        else:
-            parts = _parts(placed, wire=None, frozen_wire_of=lambda p: None, split=split)
-        return Unit(name, m, parts, index=index, is_block=is_block)
+def _outside_their_block(placed_list: Sequence[PlacedParameter], chosen: Collection[int]) -> set[int]:
+    """Ids of the parameters of a block that are stored outside it: the `chosen` ones, and in a mostly frozen block the
+    trainable ones (adapters), which become resident units of their own."""
+    frozen = sum(p.numel for p in placed_list if not p.trainable)
+    mostly_frozen = frozen > sum(p.numel for p in placed_list) // 2
+    adapters = {id(p.parameter) for p in placed_list if mostly_frozen and p.trainable}
+    return adapters | {*chosen}
 
-    block_units = [
-        make(n, blocks[n], placed, i, is_block=True) for i, (n, placed) in enumerate(in_block.items()) if placed
-    ]
+
+def _units_outside_blocks(
+    outside: Mapping[nn.Module, list[PlacedParameter]], *, split: bool
+) -> tuple[list[Unit], list[Unit]]:
+    """A unit for each module that owns parameters outside the blocks: those of leaf modules, and the others."""
     leaf_units: list[Unit] = []
     pass_long: list[Unit] = []
-    unit_of: dict[int, Unit] = {}
     for m, placed_list in outside.items():
-        leaf = all(next(child.parameters(), None) is None for child in m.children())
-        unit = make(placed_list[0].name.rpartition(".")[0] or "(root)", m, placed_list, 0, is_block=False)
-        (leaf_units if leaf else pass_long).append(unit)
-        for placed in placed_list:
-            unit_of[id(placed.parameter)] = unit
-    leaf_ids = {id(u) for u in leaf_units}
-    entered_by: dict[nn.Module, list[Unit]] = {}
+        is_leaf = all(next(child.parameters(), None) is None for child in m.children())
+        name = placed_list[0].name.rpartition(".")[0] or "(root)"
+        parts = _parts(placed_list, wire=None, frozen_wire_of=lambda p: None, split=split)
+        (leaf_units if is_leaf else pass_long).append(Unit(name, m, parts, index=0, is_block=False))
+    return leaf_units, pass_long
+
+
+def _entered_by(module: nn.Module, leaf_units: Sequence[Unit]) -> dict[nn.Module, list[Unit]]:
+    """Modules that own parameters of leaf units, and these units."""
+    unit_of = {id(placed.parameter): unit for unit in leaf_units for placed in unit.placed}
+    found: dict[nn.Module, list[Unit]] = {}
     for m in module.modules():
-        mine = {
-            id(unit_of[id(p)]): unit_of[id(p)] for p in m._parameters.values() if p is not None and id(p) in unit_of
-        }
-        entering = [u for u in mine.values() if id(u) in leaf_ids]
+        entering = {id(unit_of[id(p)]): unit_of[id(p)] for p in _own_parameters(m) if id(p) in unit_of}
         if entering:
-            entered_by[m] = entering
-    largest_leaf = 0
-    nested_at: dict[int, int] = {}
-    block_scratch = {u.name: u.scratch_nbytes for u in block_units}
-    pair = max((u.second_copy_nbytes for u in block_units), default=0)
-    in_blocks = max(block_scratch.values(), default=0)
-    for m, entering in entered_by.items():
+            found[m] = list(entering.values())
+    return found
+
+
+def _size_scratch(placement: Placement, hosts_of: Mapping[int, Mapping[int, str]]) -> None:
+    """Sets the bytes of working copies, and where leaf modules inside blocks have theirs."""
+    block_scratch = {u.name: u.scratch_nbytes for u in placement.blocks}
+    in_blocks, largest_leaf = max(block_scratch.values(), default=0), 0
+    for m, entering in placement.entered_by.items():
         nbytes = sum(u.scratch_nbytes for u in entering)
         largest_leaf = max(largest_leaf, nbytes)
         if id(m) in hosts_of:
-            nested_at[id(m)] = max(block_scratch.get(host, 0) for host in hosts_of[id(m)].values())
-            in_blocks = max(in_blocks, nested_at[id(m)] + nbytes)
-    return Placement(
-        block_units,
-        leaf_units,
-        pass_long,
-        entered_by,
-        scratch_nbytes=max(largest_leaf, in_blocks),
-        pair_scratch_nbytes=max(largest_leaf, in_blocks + pair),
-        nested_at=nested_at,
-    )
+            offset = max(block_scratch.get(host, 0) for host in hosts_of[id(m)].values())
+            placement.nested_at[id(m)] = offset
+            in_blocks = max(in_blocks, offset + nbytes)
+    placement.scratch_nbytes = max(largest_leaf, in_blocks)
+    placement.pair_scratch_nbytes = max(largest_leaf, in_blocks + placement.second_copy_nbytes)
 
 
 def _still(p: nn.Parameter, owners: Sequence[nn.Module]) -> tuple[int, int]:
