@@ -23,7 +23,6 @@ from ds_zo.planner.units import section_of, units_of
 from ds_zo.streaming.budget import decodes_by_matrix, decoding_nbytes
 from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.schedule import Kind
-from ds_zo.streaming.units import Unit
 
 _STEP_PASSES = 56
 """Bytes of device memory that a step reads and writes for each trained element: gradients are converted, normed and
@@ -112,11 +111,6 @@ def _update(model: Model) -> Cost:
     return Cost(0.0, kernel_s, 2 * len(model.matrices) * _TENSOR_LAUNCH_S)
 
 
-def _decode_s(model: Model, unit: Unit) -> float:
-    decoded = sum(part.nbytes + part.numel * part.dtype.itemsize for part in unit.parts if not part.direct)
-    return decoded / (model.rates.device_memory_gbps * 1e9)
-
-
 def _step_s(model: Model, trace: Trace, placed: Placed, placement: Placement, *, inputs: bool, decodings: int) -> float:
     """Seconds of a step with streamed blocks, from the schedule of its two passes. `inputs`: inputs of blocks are
     copied to the host and back. `decodings`: how often the backward pass decodes a block."""
@@ -125,7 +119,7 @@ def _step_s(model: Model, trace: Trace, placed: Placed, placement: Placement, *,
     share = (trace.backward - trace.non_blocks * 2.0) * (1.0 / max(1, num_blocks))
     seconds: dict[tuple[int, Kind], float] = {}
     for i, unit in enumerate(placement.blocks):
-        decode_s = _decode_s(model, unit)
+        decode_s = pricing.decode_s(unit, model.rates)
         seconds[i, Kind.COMPUTE] = trace.block[min(i, len(trace.block) - 1)].seconds + decode_s
         seconds[num_blocks + i, Kind.COMPUTE] = share.seconds + decodings * decode_s
         seconds[i, Kind.UPLOAD] = unit.nbytes * up_s

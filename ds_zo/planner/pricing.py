@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
+from ds_zo.planner.rates import Rates
 from ds_zo.streaming.schedule import Action, Kind, price, sweep
+from ds_zo.streaming.units import Unit
 
 NON_BLOCKS = -1
 """The block number of all computation outside the blocks."""
@@ -84,6 +86,12 @@ def _left(actions: Sequence[Action]) -> dict[int, int]:
 def non_blocks() -> Action:
     """The computation of everything outside the blocks."""
     return _slotless(NON_BLOCKS)
+
+
+def decode_s(unit: Unit, rates: Rates) -> float:
+    """Seconds in which a unit's weights are decoded: encoded bytes are read, and weights are written."""
+    moved = sum(part.nbytes + part.numel * part.dtype.itemsize for part in unit.parts if not part.direct)
+    return moved / (rates.device_memory_gbps * 1e9)
 
 
 def seconds(actions: Sequence[Action], seconds_of: Mapping[tuple[int, Kind], float]) -> float:
