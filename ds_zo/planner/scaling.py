@@ -7,7 +7,7 @@ own."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -66,17 +66,14 @@ def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
     reduce_s = _reduce_s(e.reduced_nbytes, plan.rates, gpus=gpus, nodes=nodes)
     step_s = e.step_s - e.divided_s * (1 - 1 / nodes) + reduce_s
     tokens = ranks * plan.batch * plan.seq
-    at_stage_3 = replace(e, sharded=e.sharded | e.shared)
     host_nbytes = _host_nbytes(e, gpus=gpus, ranks=ranks)
-    sharded_host_nbytes = _host_nbytes(at_stage_3, gpus=gpus, ranks=ranks)
+    sharded_host_nbytes = _host_nbytes(replace(e, sharded=e.sharded | e.shared), gpus=gpus, ranks=ranks)
     sharded_device_nbytes = _sharded_device_nbytes(plan, e, ranks=ranks)
+    wire_nbytes = 2 * (ranks - 1) * e.reduced_nbytes // ranks
     stores = 1 if e.shared else gpus
     ways = (
         (e.device_nbytes, host_nbytes + gpus * e.filling_nbytes),
-        (
-            sharded_device_nbytes,
-            sharded_host_nbytes + stores * e.filling_nbytes,
-        ),
+        (sharded_device_nbytes, sharded_host_nbytes + stores * e.filling_nbytes),
     )
     return Scaled(
         contender=e.contender,
@@ -86,10 +83,8 @@ def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
         sharded_host_nbytes=sharded_host_nbytes,
         device_nbytes=e.device_nbytes,
         sharded_device_nbytes=sharded_device_nbytes,
-        wire_nbytes=2 * (ranks - 1) * e.reduced_nbytes // ranks,
-        sharded_wire_nbytes=(
-            2 * (ranks - 1) * e.reduced_nbytes // ranks if e.shards is None else e.shards.wire_nbytes(ranks=ranks)
-        ),
+        wire_nbytes=wire_nbytes,
+        sharded_wire_nbytes=wire_nbytes if e.shards is None else e.shards.wire_nbytes(ranks=ranks),
         reduce_s=reduce_s,
         step_s=step_s,
         tokens_per_s=tokens / step_s,
@@ -145,33 +140,19 @@ def _reduce_s(nbytes: int, rates: Rates, *, gpus: int, nodes: int) -> float:
 def render_scaling(scaled: Sequence[Scaled]) -> str:
     """The scaled estimates as a table for a terminal."""
     first = scaled[0]
-    header = [
-        "backend",
-        "wire",
-        "stage 3",
-        "GPU GB",
-        "stage 3",
-        "host GB",
-        "stage 3",
-        "ms/step",
-        "tokens/s",
-        "efficiency",
-    ]
-    rows = [
-        [
-            s.contender,
-            _size(s.wire_nbytes),
-            _size(s.sharded_wire_nbytes),
-            f"{s.device_nbytes / 1e9:,.1f}",
-            f"{s.sharded_device_nbytes / 1e9:,.1f}",
-            f"{s.host_nbytes / 1e9:,.1f}",
-            f"{s.sharded_host_nbytes / 1e9:,.1f}",
-            f"{s.step_s * 1e3:.0f}",
-            f"{s.tokens_per_s:,.0f}",
-            f"{s.efficiency:.0%}",
-        ]
-        for s in scaled
-    ]
+    columns: tuple[tuple[str, Callable[[Scaled], str]], ...] = (
+        ("backend", lambda s: s.contender),
+        ("wire", lambda s: _size(s.wire_nbytes)),
+        ("stage 3", lambda s: _size(s.sharded_wire_nbytes)),
+        ("GPU GB", lambda s: f"{s.device_nbytes / 1e9:,.1f}"),
+        ("stage 3", lambda s: f"{s.sharded_device_nbytes / 1e9:,.1f}"),
+        ("host GB", lambda s: f"{s.host_nbytes / 1e9:,.1f}"),
+        ("stage 3", lambda s: f"{s.sharded_host_nbytes / 1e9:,.1f}"),
+        ("ms/step", lambda s: f"{s.step_s * 1e3:.0f}"),
+        ("tokens/s", lambda s: f"{s.tokens_per_s:,.0f}"),
+        ("efficiency", lambda s: f"{s.efficiency:.0%}"),
+    )
+    table = grid([name for name, _ in columns], [[cell(s) for _, cell in columns] for s in scaled])
     title = (
         f"{first.gpus} GPUs a machine, {first.nodes} machines, data parallel. wire: bytes that a rank sends in a step; "
         "GPU: memory of each GPU; host: memory of each machine; stage 3: the same with weights divided among all GPUs "
@@ -179,7 +160,7 @@ def render_scaling(scaled: Sequence[Scaled]) -> str:
     )
     lacking = [f"{s.contender} ({s.fits})" for s in scaled if s.fits != "yes"]
     notes = ["", f"does not fit as configured: {', '.join(lacking)}"] if lacking else []
-    return "\n".join([title, "", *grid(header, rows), *notes])
+    return "\n".join([title, "", *table, *notes])
 
 
 def _size(nbytes: float) -> str:

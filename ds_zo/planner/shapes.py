@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 OPT = {
@@ -52,6 +53,19 @@ BLOOM = {
     "bloom-176b": (70, 14336, 112),
 }
 
+
+_COMMON = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+_LLAMA_KEYS = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+_OPT_FIXED = {"vocab_size": 50272, "dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0}
+_GPT2_FIXED = {"vocab_size": 50257, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_BLOOM_FIXED = {"vocab_size": 250880, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+_FAMILIES: tuple[tuple[str, Mapping[str, tuple[int, ...]], tuple[str, ...], Mapping[str, Any]], ...] = (
+    ("OPTConfig", OPT, (*_COMMON, "word_embed_proj_dim"), _OPT_FIXED),
+    ("LlamaConfig", LLAMA, (*_LLAMA_KEYS, "vocab_size"), {"tie_word_embeddings": False}),
+    ("GPT2Config", GPT2, _COMMON, _GPT2_FIXED),
+    ("BloomConfig", BLOOM, _COMMON, _BLOOM_FIXED),
+)
+"""For each architecture the class of its config, its shapes, the keys of a shape's numbers, and fixed values."""
 SHAPES = (*OPT, *LLAMA, *GPT2, *BLOOM)
 TINY_VOCABULARY = 512
 """Vocabulary of the shapes named tiny, which are for tests and first trials."""
@@ -60,82 +74,19 @@ RANDOM = "random:"
 
 def config_of(shape: str, *, num_layers: int | None = None, max_length: int = 2048) -> Any:
     """The transformers config of a shape such as `opt-6.7b` or `random:opt-6.7b`; `num_layers` cuts its depth."""
+    import transformers
+
     shape = shape.removeprefix(RANDOM)
-    if shape in OPT:
-        return _opt(shape, num_layers, max_length)
-    if shape in LLAMA:
-        return _llama(shape, num_layers, max_length)
-    if shape in GPT2:
-        return _gpt2(shape, num_layers, max_length)
-    if shape in BLOOM:
-        return _bloom(shape, num_layers)
-    raise ValueError(f"unknown shape {shape!r}; there are {', '.join(SHAPES)}")
-
-
-def _vocabulary(shape: str, size: int) -> int:
-    return TINY_VOCABULARY if shape.endswith("tiny") else size
-
-
-def _opt(shape: str, num_layers: int | None, max_length: int) -> Any:
-    from transformers import OPTConfig
-
-    layers, hidden, heads, projected = OPT[shape]
-    return OPTConfig(
-        num_hidden_layers=num_layers or layers,
-        hidden_size=hidden,
-        ffn_dim=4 * hidden,
-        num_attention_heads=heads,
-        word_embed_proj_dim=projected,
-        max_position_embeddings=max_length,
-        do_layer_norm_before=shape != "opt-350m",
-        dropout=0.0,
-        attention_dropout=0.0,
-        layerdrop=0.0,
-        vocab_size=_vocabulary(shape, 50272),
-    )
-
-
-def _llama(shape: str, num_layers: int | None, max_length: int) -> Any:
-    from transformers import LlamaConfig
-
-    layers, hidden, intermediate, heads, kv_heads, vocabulary = LLAMA[shape]
-    return LlamaConfig(
-        num_hidden_layers=num_layers or layers,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=_vocabulary(shape, vocabulary),
-        max_position_embeddings=max_length,
-        tie_word_embeddings=False,
-    )
-
-
-def _gpt2(shape: str, num_layers: int | None, max_length: int) -> Any:
-    from transformers import GPT2Config
-
-    layers, hidden, heads = GPT2[shape]
-    return GPT2Config(
-        n_layer=num_layers or layers,
-        n_embd=hidden,
-        n_head=heads,
-        n_positions=max_length,
-        vocab_size=_vocabulary(shape, 50257),
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-
-
-def _bloom(shape: str, num_layers: int | None) -> Any:
-    from transformers import BloomConfig
-
-    layers, hidden, heads = BLOOM[shape]
-    return BloomConfig(
-        n_layer=num_layers or layers,
-        hidden_size=hidden,
-        n_head=heads,
-        vocab_size=_vocabulary(shape, 250880),
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-    )
+    if shape not in SHAPES:
+        raise ValueError(f"unknown shape {shape!r}; there are {', '.join(SHAPES)}")
+    kind, shapes, keys, fixed = next(family for family in _FAMILIES if shape in family[1])
+    values: dict[str, Any] = {**dict(zip(keys, shapes[shape], strict=True)), **fixed}
+    if shape.endswith("tiny"):
+        values["vocab_size"] = TINY_VOCABULARY
+    if num_layers:
+        values["num_hidden_layers"] = num_layers
+    if shapes is not BLOOM:  # its positions have no limit
+        values["max_position_embeddings"] = max_length
+    if shapes is OPT:
+        values |= {"ffn_dim": 4 * values["hidden_size"], "do_layer_norm_before": shape != "opt-350m"}
+    return getattr(transformers, kind)(**values)
