@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 from ds_zo.config.optimizers import LSPParams
@@ -38,9 +39,36 @@ _GROUP_LAUNCH_S = 3e-4
 
 
 @dataclass
+class _Group:
+    """A block, or a module outside the blocks, whose Adam runs on the CPU."""
+
+    payload_nbytes: int = 0
+    """Bytes of its download in a step; its upload has as many."""
+    projected_nbytes: int = 0
+    """The part of them that is projected."""
+    scratch_nbytes: int = 0
+    """Scratch bytes of its products."""
+    gradients: list[int] = field(default_factory=list)
+    """Bytes of the gradients of its projected matrices, which are compressed together."""
+
+    @property
+    def direction_buffer_nbytes(self) -> int:
+        """Bytes of the buffer for its directions, where more of it is whole than projected. The directions of other
+        groups take the place of their sums."""
+        return self.payload_nbytes if self.payload_nbytes > 2 * self.projected_nbytes else 0
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of gradients that wait for the last one, without that one."""
+        return min(sum(self.gradients) - max(self.gradients, default=0), _MAX_HELD_NBYTES)
+
+
+@dataclass
 class _Counts:
     """Sizes that follow from the shapes of a model's parameters."""
 
+    groups: dict[object, _Group] = field(default_factory=dict)
+    """By the index of a block, or the name of a parameter outside the blocks."""
     projector_nbytes: int = 0
     subspace_numel: int = 0
     """Elements of all d x d matrices."""
@@ -48,19 +76,11 @@ class _Counts:
     """Elements of parameters that are not projected and whose Adam runs on the CPU too."""
     vector_numel: int = 0
     """Elements of parameters whose Adam runs on the device: vectors, unless blocks stream and they are inside one."""
-    payload_nbytes: int = 0
-    """Bytes of all downloads of a step; uploads have as many."""
-    direction_buffer_nbytes: int = 0
-    """Payload bytes of the largest block or module of which more is whole than projected. The directions of the others
-    take the place of their sums."""
     projected_nbytes: int = 0
     """Bytes of the weights of projected matrices."""
-    num_groups: int = 0
-    """Blocks, and modules outside them, whose Adam runs on the CPU."""
-    largest_scratch: int = 0
-    """Scratch bytes of the largest block's products. The backward pass needs them, and the update as many again."""
-    held_nbytes: int = 0
-    """Most bytes of gradients that wait for the last gradient of their layer, without that one."""
+
+    def largest(self, size: Callable[[_Group], int]) -> int:
+        return max(map(size, self.groups.values()), default=0)
 
 
 def estimate_lsp(
@@ -85,22 +105,23 @@ def _estimate(
     counts = _count(model, params, streams=offload)
     rates = model.rates
     moved_numel = counts.subspace_numel + counts.whole_numel
-    moved = counts.payload_nbytes
+    moved = sum(group.payload_nbytes for group in counts.groups.values())
     update_s = moved_numel / (rates.cpu_adam_gparams * 1e9)
     # Compression reads every gradient once; the update reads and writes every weight once.
     around = Cost(
         0.0,
         3 * counts.projected_nbytes / (rates.device_memory_gbps * 1e9),
-        counts.num_groups * _GROUP_LAUNCH_S,
+        len(counts.groups) * _GROUP_LAUNCH_S,
     )
     num_layers = max(1, len(model.blocks))
     down_s, up_s = moved / (rates.link_down_gbps * 1e9), moved / (rates.link_up_gbps * 1e9)
     beside = parts(
         projectors=counts.projector_nbytes,
         subspace=4 * counts.subspace_numel
-        + _NUM_DIRECTION_BUFFERS * counts.direction_buffer_nbytes
-        + 2 * counts.largest_scratch
-        + counts.held_nbytes
+        + _NUM_DIRECTION_BUFFERS * counts.largest(lambda group: group.direction_buffer_nbytes)
+        # The backward pass needs a block's products, and the update as many again.
+        + 2 * counts.largest(lambda group: group.scratch_nbytes)
+        + counts.largest(lambda group: group.held_nbytes)
         # Loss scaling keeps whole gradients until the step.
         + (counts.whole_numel * 2 if model.dtype == "fp16" else 0),
         states=8 * counts.vector_numel,
@@ -161,12 +182,6 @@ def _count(model: Model, params: LSPParams, *, streams: bool) -> _Counts:
     """`streams`: blocks stream, so that Adam of the vectors inside them runs on the CPU too."""
     counts = _Counts()
     block_of = {id(p): i for i, block in enumerate(model.blocks) for p in block.parameters()}
-    payload_of: dict[object, int] = {}
-    """Payload bytes of each block (by index) or module outside the blocks (by name)."""
-    projected_of: dict[object, int] = {}
-    """The part of them that is projected."""
-    scratch: dict[object, int] = {}
-    held: dict[object, list[int]] = {}
     for name, p in model.module.named_parameters():
         is_outside = id(p) not in block_of
         if p.ndim < 2 and (is_outside or not streams):
@@ -174,28 +189,21 @@ def _count(model: Model, params: LSPParams, *, streams: bool) -> _Counts:
             continue
         if is_outside and params.edge == "freeze":
             continue
-        group = name if is_outside else block_of[id(p)]
+        group = counts.groups.setdefault(block_of.get(id(p), name), _Group())
         projects = p.ndim == 2 and params.projector != "none" and not (is_outside and params.edge == "dense")
         dims = choose_dims(p.shape[0], p.shape[1], params.subspace_dim) if projects else None
+        nbytes = p.numel() * p.element_size()
         if dims is None:
             counts.whole_numel += p.numel()
-            nbytes = p.numel() * p.element_size()
-        else:
-            nonzeros = min(params.nonzeros_per_row, *dims)
-            counts.projector_nbytes += sum(p.shape) * nonzeros * _PROJECTOR_ENTRY_NBYTES
-            counts.projector_nbytes += p.shape[1] * nonzeros * _VALUE_NBYTES  # values of `Q_update`
-            counts.subspace_numel += dims[0] * dims[1]
-            counts.projected_nbytes += p.numel() * p.element_size()
-            scratch[group] = scratch.get(group, 0) + 4 * dims[0] * p.shape[1]
-            held.setdefault(group, []).append(p.numel() * p.element_size())
-            nbytes = 4 * dims[0] * dims[1]
-            projected_of[group] = projected_of.get(group, 0) + nbytes
-        counts.payload_nbytes += nbytes
-        payload_of[group] = payload_of.get(group, 0) + nbytes
-    counts.num_groups = len(payload_of)
-    buffered = (nbytes for group, nbytes in payload_of.items() if nbytes > 2 * projected_of.get(group, 0))
-    counts.direction_buffer_nbytes = max(buffered, default=0)
-    counts.largest_scratch = max(scratch.values(), default=0)
-    waiting = (min(sum(sizes) - max(sizes), _MAX_HELD_NBYTES) for sizes in held.values())
-    counts.held_nbytes = max(waiting, default=0)
+            group.payload_nbytes += nbytes
+            continue
+        nonzeros = min(params.nonzeros_per_row, *dims)
+        counts.projector_nbytes += sum(p.shape) * nonzeros * _PROJECTOR_ENTRY_NBYTES
+        counts.projector_nbytes += p.shape[1] * nonzeros * _VALUE_NBYTES  # values of `Q_update`
+        counts.subspace_numel += dims[0] * dims[1]
+        counts.projected_nbytes += nbytes
+        group.payload_nbytes += 4 * dims[0] * dims[1]
+        group.projected_nbytes += 4 * dims[0] * dims[1]
+        group.scratch_nbytes += 4 * dims[0] * p.shape[1]
+        group.gradients.append(nbytes)
     return counts

@@ -216,14 +216,8 @@ class Plan:
         return self.batch * self.seq / estimate.step_s
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "architecture": self.architecture,
-            "num_parameters": self.num_parameters,
-            "num_blocks": self.num_blocks,
-            "batch": self.batch,
-            "seq": self.seq,
-            "dtype": self.dtype,
+        about = ("model", "architecture", "num_parameters", "num_blocks", "batch", "seq", "dtype")
+        return {name: getattr(self, name) for name in about} | {
             "device_memory_nbytes": self.limits.device_nbytes,
             "host_memory_nbytes": self.limits.host_nbytes,
             "rates": self.rates.to_json(),
@@ -257,19 +251,7 @@ def plan(
     `native_pins`: stock DeepSpeed pins in exact sizes; None: as DS_PIN_MEMORY_BACKEND says."""
     known = contenders()
     chosen = list(dict.fromkeys(backends or known))
-    own = [name for name in known if name not in (*_STOCK, IN_4_BITS)]
-    unknown = [name for name in chosen if name not in known]
-    if unknown and unknown[0] in backend_names():
-        raise ValueError(
-            f"the planner has no estimate for a backend registered from outside ds_zo, got {unknown[0]!r}; it plans "
-            f"{', '.join(known)} (--backend)"
-        )
-    if unknown:
-        raise ValueError(f"unknown backend {unknown[0]!r}; there are {', '.join(known)} (--backend)")
-    if params and len(chosen) != 1:
-        raise ValueError(f"params belong to one backend, got {len(chosen)}: name it (--backend)")
-    if params and chosen[0] not in own:
-        raise ValueError(f"params are planned for {', '.join(own)}, got some of {chosen[0]}: leave them out (--params)")
+    _check_names(chosen, known, has_params=bool(params))
     for option, value in (("--device-memory-gb", device_memory_gb), ("--host-memory-gb", host_memory_gb)):
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"memory must be > 0 GB, or left out for any amount, got {value:g} ({option})")
@@ -311,6 +293,24 @@ def plan(
         estimates=tuple(estimates),
         left_out=left_out,
     )
+
+
+def _check_names(chosen: Sequence[str], known: Collection[str], *, has_params: bool) -> None:
+    """Raises unless all chosen methods have an estimate, and `params` those of one backend of ours."""
+    for name in chosen:
+        if name in known:
+            continue
+        if name in backend_names():
+            raise ValueError(
+                f"the planner has no estimate for a backend registered from outside ds_zo, got {name!r}; it plans "
+                f"{', '.join(known)} (--backend)"
+            )
+        raise ValueError(f"unknown backend {name!r}; there are {', '.join(known)} (--backend)")
+    own = [name for name in known if name not in (*_STOCK, IN_4_BITS)]
+    if has_params and len(chosen) != 1:
+        raise ValueError(f"params belong to one backend, got {len(chosen)}: name it (--backend)")
+    if has_params and chosen[0] not in own:
+        raise ValueError(f"params are planned for {', '.join(own)}, got some of {chosen[0]}: leave them out (--params)")
 
 
 def _refused_dtype(name: str, dtype: Dtype) -> str | None:
