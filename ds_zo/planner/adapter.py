@@ -6,7 +6,7 @@ from functools import partial
 
 from ds_zo.config.optimizers import AdamWParams
 from ds_zo.config.section import StreamConfig
-from ds_zo.planner import pricing, recomputed
+from ds_zo.planner import recomputed
 from ds_zo.planner.estimate import (
     PROCESS_NBYTES,
     TWO_WORKSPACES_NBYTES,
@@ -18,11 +18,9 @@ from ds_zo.planner.estimate import (
 )
 from ds_zo.planner.models import LOW_RANK, Model
 from ds_zo.planner.recomputed import Placed
-from ds_zo.planner.timeline import Cost, Trace
+from ds_zo.planner.timeline import Trace
 from ds_zo.planner.units import section_of, units_of
 from ds_zo.streaming.budget import decodes_by_matrix, decoding_nbytes
-from ds_zo.streaming.placement import Placement
-from ds_zo.streaming.schedule import Kind
 
 _STEP_PASSES = 56
 """Bytes of device memory that a step reads and writes for each trained element: gradients are converted, normed and
@@ -52,7 +50,7 @@ def _estimate(
 ) -> Estimate:
     trace = model.low_rank_trace(checkpointing=offload or checkpointing)
     trained = _trained(model, trace)
-    on_host = scratch = 0
+    on_host = scratch = decodings = 0
     if offload:
         placement = units_of(model, stream, trains_base=False)
         by_matrix = decodes_by_matrix(placement, budget_nbytes=limits.device_nbytes)
@@ -65,11 +63,10 @@ def _estimate(
         base = "" if stream.frozen_dtype == "auto" else f", base in {stream.frozen_dtype}"
         base += ", decoded matrix by matrix" if by_matrix else ""
         setting = f"{placed.setting}{base}, LoRA of rank {LOW_RANK} trained"
-        step_s = _step_s(model, trace, placed, placement, inputs=on_host > 0, decodings=2 if by_matrix else 1)
+        decodings = 2 if by_matrix else 1
     else:
         setting = f"all on the device, LoRA of rank {LOW_RANK} trained{', checkpointing' if checkpointing else ''}"
         placed = Placed(setting, model.weights_nbytes)
-        step_s = trace.forward.seconds + trace.backward.seconds + _update(model).seconds
     written = {} if params is None else params.model_dump(exclude_unset=True)
     stored = section_of(limits, stream, offload=offload)
     return Estimate(
@@ -78,7 +75,14 @@ def _estimate(
         device=parts(weights=placed.weights_nbytes, slots=placed.slots_nbytes, scratch=scratch, **trained),
         host=parts(weights=placed.store_nbytes, activations=on_host, process=PROCESS_NBYTES),
         filling_nbytes=placed.filling_nbytes,
-        step_s=step_s,
+        step_s=recomputed.step_s(
+            model,
+            trace,
+            placed,
+            update_at_end_s=_update_s(model),
+            decodings=decodings,
+            inputs_nbytes=trace.block_input_nbytes if on_host else 0,
+        ),
         up_nbytes=placed.up_nbytes + on_host,
         down_nbytes=on_host,
         reduced_nbytes=4 * model.adapters_numel,
@@ -106,24 +110,6 @@ def _trained(model: Model, trace: Trace) -> dict[str, int]:
     }
 
 
-def _update(model: Model) -> Cost:
+def _update_s(model: Model) -> float:
     kernel_s = _STEP_PASSES * model.adapters_numel / (model.rates.device_memory_gbps * 1e9)
-    return Cost(0.0, kernel_s, 2 * len(model.matrices) * _TENSOR_LAUNCH_S)
-
-
-def _step_s(model: Model, trace: Trace, placed: Placed, placement: Placement, *, inputs: bool, decodings: int) -> float:
-    """Seconds of a step with streamed blocks, from the schedule of its two passes. `inputs`: inputs of blocks are
-    copied to the host and back. `decodings`: how often the backward pass decodes a block."""
-    num_blocks, moving = len(placement.blocks), set(placed.blocks)
-    up_s = 1 / (model.rates.link_up_gbps * 1e9)
-    share = (trace.backward - trace.non_blocks * 2.0) * (1.0 / max(1, num_blocks))
-    seconds: dict[tuple[int, Kind], float] = {}
-    for i, unit in enumerate(placement.blocks):
-        decode_s = pricing.decode_s(unit, model.rates)
-        seconds[i, Kind.COMPUTE] = trace.block[min(i, len(trace.block) - 1)].seconds + decode_s
-        seconds[num_blocks + i, Kind.COMPUTE] = share.seconds + decodings * decode_s
-        seconds[i, Kind.UPLOAD] = unit.nbytes * up_s
-        seconds[num_blocks + i, Kind.UPLOAD] = (unit.nbytes + inputs * trace.block_input_nbytes) * up_s
-    seconds[pricing.NON_BLOCKS, Kind.COMPUTE] = (trace.non_blocks * 3.0).seconds + _update(model).seconds
-    actions = pricing.forward_and_backward(num_blocks, streamed=moving, num_slots=placed.num_slots)
-    return pricing.seconds(actions, seconds)
+    return max(kernel_s, 2 * len(model.matrices) * _TENSOR_LAUNCH_S)

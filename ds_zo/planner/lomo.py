@@ -101,7 +101,7 @@ def _estimate(
         device=parts(weights=placed.weights_nbytes, slots=placed.slots_nbytes, **beside),
         host=parts(weights=placed.store_nbytes, process=PROCESS_NBYTES),
         filling_nbytes=placed.filling_nbytes,
-        step_s=recomputed.step_s(model, trace, placed, update=partial(_update, model), sent_back_forward=False),
+        step_s=recomputed.step_s(model, trace, placed, update=partial(_update, model), sent_back="backward"),
         up_nbytes=placed.up_nbytes,
         down_nbytes=placed.store_nbytes,
         reduced_nbytes=model.weights_nbytes,

@@ -141,7 +141,7 @@ def _estimate(
         trace,
         placed,
         update=lambda numel, _: around * (numel / model.numel),
-        sent_back_forward=True,  # the forward pass applies the directions of the last step
+        sent_back="forward",  # the forward pass applies the directions of the last step
     )
     step_s = lsp_step_s(compute_s, down_s=down_s, up_s=up_s, update_s=update_s, num_layers=num_layers)
     written = {"lr": params.lr, **params.model_dump(exclude_unset=True)}

@@ -1,13 +1,14 @@
-"""Placement and step time of streamed blocks that are recomputed: LOMO's and LSP's.
+"""Placement and step time of streamed blocks that are recomputed: those of LOMO, LSP and Adapter.
 
-A block is uploaded twice a step, in order for the forward pass and in reverse order for the backward pass. It is
-downloaded once.
+A block is uploaded twice a step, in order for the forward pass and in reverse order for the backward pass. A block that
+is trained is downloaded once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import pricing
@@ -78,39 +79,51 @@ def place(
 
 
 def step_s(
-    model: Model, trace: Trace, placed: Placed, *, update: Callable[[int, int], Cost], sent_back_forward: bool
+    model: Model,
+    trace: Trace,
+    placed: Placed,
+    *,
+    update: Callable[[int, int], Cost] = lambda numel, num_parameters: Cost(),
+    sent_back: Literal["forward", "backward"] | None = None,
+    update_at_end_s: float = 0.0,
+    decodings: int = 0,
+    inputs_nbytes: int = 0,
 ) -> float:
     """Seconds of a step, from the schedule of its two passes where blocks stream.
 
-    `update` returns the cost of updating so many elements in so many parameters. `sent_back_forward`: blocks are
-    updated and downloaded in the forward pass (LSP) instead of the backward pass (LOMO)."""
+    `update` returns the cost of updating so many elements in so many parameters. `sent_back`: the pass in which blocks
+    are updated and downloaded. `update_at_end_s`: an update after both passes. `decodings`: how often the backward pass
+    decodes a block; the forward pass does once, if this is not 0. `inputs_nbytes`: a block's inputs, which the backward
+    pass uploads."""
     num_all = sum(1 for _ in model.module.parameters())
     if placed.placement is None:
-        return trace.forward.seconds + (trace.backward + update(model.numel, num_all)).seconds
+        return trace.forward.seconds + (trace.backward + update(model.numel, num_all)).seconds + update_at_end_s
     rates, units = model.rates, placed.placement.blocks
     num_blocks = len(units)
-    backward_non_blocks = trace.non_blocks * 2.0
-    share = (trace.backward - backward_non_blocks) * (1.0 / max(1, num_blocks))
+    share = (trace.backward - trace.non_blocks * 2.0) * (1.0 / max(1, num_blocks))
     alone_s, together_s = (1 / (gbps * 1e9) for gbps in (rates.link_up_gbps, rates.link_duplex_gbps))
-    forward_s, backward_s = (together_s, alone_s) if sent_back_forward else (alone_s, together_s)
+    forward_s = together_s if sent_back == "forward" else alone_s
+    backward_s = together_s if sent_back == "backward" else alone_s
     seconds: dict[tuple[int, Kind], float] = {}
     in_blocks = num_inside = 0
     for i, unit in enumerate(units):
         numel, num_parameters = unit.numel, len(list(unit.placed))
         in_blocks, num_inside = in_blocks + numel, num_inside + num_parameters
-        cost = trace.block[min(i, len(trace.block) - 1)]
-        seconds[i, Kind.COMPUTE] = cost.seconds
-        seconds[num_blocks + i, Kind.COMPUTE] = (share + update(numel, num_parameters)).seconds
+        decode_s = pricing.decode_s(unit, rates) if decodings else 0.0
+        seconds[i, Kind.COMPUTE] = trace.block[min(i, len(trace.block) - 1)].seconds + decode_s
+        later = num_blocks + i
+        seconds[later, Kind.COMPUTE] = (share + update(numel, num_parameters)).seconds + decodings * decode_s
         seconds[i, Kind.UPLOAD] = seconds[i, Kind.DOWNLOAD] = unit.nbytes * forward_s
-        seconds[num_blocks + i, Kind.UPLOAD] = seconds[num_blocks + i, Kind.DOWNLOAD] = unit.nbytes * backward_s
+        seconds[later, Kind.UPLOAD] = (unit.nbytes + inputs_nbytes) * backward_s
+        seconds[later, Kind.DOWNLOAD] = unit.nbytes * backward_s
     outside = update(model.numel - in_blocks, num_all - num_inside)
-    seconds[pricing.NON_BLOCKS, Kind.COMPUTE] = (trace.non_blocks * 3.0 + outside).seconds
+    seconds[pricing.NON_BLOCKS, Kind.COMPUTE] = (trace.non_blocks * 3.0 + outside).seconds + update_at_end_s
     moving = set(placed.blocks)
     actions = pricing.forward_and_backward(
         num_blocks,
         streamed=moving,
         num_slots=placed.num_slots,
-        forward_downloads=moving if sent_back_forward else (),
-        backward_downloads=() if sent_back_forward else moving,
+        forward_downloads=moving if sent_back == "forward" else (),
+        backward_downloads=moving if sent_back == "backward" else (),
     )
     return pricing.seconds(actions, seconds)

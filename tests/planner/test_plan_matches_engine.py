@@ -29,16 +29,46 @@ DEEP = {"num_hidden_layers": 7}
 """So that what slots hold between steps is less than a model."""
 
 
-def start(name: str, kind: str, params: dict[str, Any], *, dtype: str = "fp32", shape: Any = None, **more: Any) -> Any:
-    """An engine for a toy model; `more` are top-level keys."""
+def start(
+    model: Any, kind: str, params: dict[str, Any] | None = None, *, dtype: str = "fp32", shape: Any = None, **more: Any
+) -> Any:
+    """An engine for a model, or for a toy model by its name; `more` are top-level keys."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.0,
         "bf16": {"enabled": dtype == "bf16"},
-        "optimizer": {"type": kind, "params": {"lr": 1e-3, **params}},
+        "optimizer": {"type": kind, "params": {"lr": 1e-3, **(params or {})}},
         **more,
     }
-    return deepspeed.initialize(model=tiny_model(name, **(shape or {})), config=config)[0]
+    if isinstance(model, str):
+        model = tiny_model(model, **(shape or {}))
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def with_adapters(**shape: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=16, target_modules="all-linear")
+    return peft.get_peft_model(tiny_model("llama", **shape).bfloat16(), settings, autocast_adapter_dtype=False).train()
+
+
+def assert_stored_as_planned(plan: Estimate, block_store: Any) -> None:
+    """The host store, the slots, and the weights that stay on the device, adapters aside."""
+    units = block_store.placement.units
+    assert plan.host["weights"] == block_store.store.nbytes
+    assert plan.device["slots"] == sum(slot.buffer.numel() for slot in block_store.runtime.slots)
+    has_adapters = "adapters" in plan.device
+    assert plan.device["weights"] == sum(
+        u.nbytes for u in units if not u.streamed and not (has_adapters and u.trainable)
+    )
+
+
+def assert_moves_as_planned(plan: Estimate, engine: Any, runtime: Any, *, num_steps: int = 1, besides: int = 0) -> None:
+    """The bytes that `num_steps` steps copy in each direction; `besides`: copies of a step that no runtime makes."""
+    up, down = runtime.bytes_up, runtime.bytes_down
+    for seed in range(num_steps):
+        one_step(engine, seed=seed)
+    moved = runtime.bytes_up - up, runtime.bytes_down - down
+    assert moved == (num_steps * (plan.up_nbytes - besides), num_steps * (plan.down_nbytes - besides))
 
 
 def streams(stream: dict[str, Any]) -> dict[str, Any]:
@@ -152,36 +182,20 @@ def test_zo_takes_the_planned_bytes_on_both_sides(name: str, stream: dict[str, A
 
 
 def test_adapters_over_a_narrow_base_take_the_planned_bytes_of_the_base() -> None:
-    peft = pytest.importorskip("peft")
     stream: dict[str, Any] = {"resident_blocks": 1, "frozen_dtype": "nf4"}
     shape = {"hidden_size": 128, "intermediate_size": 256}
-    plan = estimate_zo(
-        planned("llama", dtype="bf16", **shape),
-        Limits(),
-        stream=StreamConfig(**stream),
-        params=ZOParams(),
-        offload=True,
-    )
-    adapters = peft.LoraConfig(r=16, target_modules="all-linear")
-    lora = peft.get_peft_model(tiny_model("llama", **shape).bfloat16(), adapters)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "ZO", "params": {"lr": 1e-3}},
-    }
-    block_store = deepspeed.initialize(model=lora, config=config | streams(stream))[0].backend.block_store
-    assert plan.host_nbytes - PROCESS_NBYTES == block_store.store.nbytes == plan.up_nbytes
-    assert plan.down_nbytes == 0
-    assert plan.device["slots"] == sum(slot.buffer.numel() for slot in block_store.runtime.slots)
-    units = block_store.placement.units
-    assert plan.device["weights"] == sum(u.nbytes for u in units if not u.streamed and not u.trainable)
-    trained = sum(p.numel for u in units for p in u.placed if p.trainable)
+    model = planned("llama", dtype="bf16", **shape)
+    plan = estimate_zo(model, Limits(), stream=StreamConfig(**stream), params=ZOParams(), offload=True)
+    block_store = start(with_adapters(**shape), "ZO", dtype="bf16", **streams(stream)).backend.block_store
+    assert_stored_as_planned(plan, block_store)
+    assert (plan.up_nbytes, plan.down_nbytes) == (block_store.store.nbytes, 0)
+    trained = sum(p.numel for u in block_store.placement.units for p in u.placed if p.trainable)
     assert plan.device["adapters"] == 4 * trained, "16 bits and their low bits"
 
 
 def test_zo_without_offload_keeps_everything_on_the_device() -> None:
     plan = zo_plan("opt", offload=False)
-    block_store = start("opt", "ZO", {}, dtype="bf16").backend.block_store
+    block_store = start("opt", "ZO", dtype="bf16").backend.block_store
     assert plan.host_nbytes == PROCESS_NBYTES and block_store.store.nbytes == 0
     assert plan.device["weights"] == sum(u.nbytes + u.low_nbytes for u in block_store.placement.units)
     assert "slots" not in plan.device and plan.up_nbytes == plan.down_nbytes == 0
@@ -191,14 +205,10 @@ def test_zo_moves_the_planned_bytes() -> None:
     model = planned("llama", **DEEP)
     stream = {"resident_blocks": 1, "writeback_interval": 4}
     plan = estimate_zo(model, Limits(), stream=StreamConfig(**stream), offload=True)
-    engine = start("llama", "ZO", {}, shape=DEEP, **streams(stream))
-    runtime = engine.backend.block_store.runtime
+    engine = start("llama", "ZO", shape=DEEP, **streams(stream))
     for seed in range(2):
         one_step(engine, seed=seed)
-    up, down = runtime.bytes_up, runtime.bytes_down
-    for seed in range(4):
-        one_step(engine, seed=seed)
-    assert (runtime.bytes_up - up, runtime.bytes_down - down) == (4 * plan.up_nbytes, 4 * plan.down_nbytes)
+    assert_moves_as_planned(plan, engine, engine.backend.block_store.runtime, num_steps=4)
 
 
 @pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
@@ -206,16 +216,11 @@ def test_streamed_lomo_takes_and_moves_the_planned_bytes(kind: Any) -> None:
     stream = {"resident_blocks": 1}
     estimate = {"LOMO": estimate_lomo, "AdaLOMO": estimate_adalomo}[kind]
     plan = estimate(planned("llama", **DEEP), Limits(), stream=StreamConfig(**stream), offload=True)
-    engine = start("llama", kind, {}, shape=DEEP, **streams(stream))
+    engine = start("llama", kind, shape=DEEP, **streams(stream))
     block_store = engine.backend._block_store
-    assert plan.host["weights"] == block_store.store.nbytes
-    assert plan.device["slots"] == sum(slot.buffer.numel() for slot in block_store.runtime.slots)
-    assert plan.device["weights"] == sum(u.nbytes for u in block_store.placement.units if not u.streamed)
-    for _ in range(2):
-        up, down = block_store.runtime.bytes_up, block_store.runtime.bytes_down
-        one_step(engine)
-    assert block_store.runtime.bytes_down - down == plan.down_nbytes
-    assert block_store.runtime.bytes_up - up == plan.up_nbytes
+    assert_stored_as_planned(plan, block_store)
+    one_step(engine)
+    assert_moves_as_planned(plan, engine, block_store.runtime)
 
 
 @pytest.mark.parametrize("edge", ["lsp", "freeze", "dense"])
@@ -244,41 +249,27 @@ def test_streamed_lsp_takes_and_moves_the_planned_bytes(resident: int) -> None:
     engine = start("llama", "LSP", own, shape=DEEP, **more)
     backend = engine.backend
     block_store = backend._streamed.block_store
-    assert plan.host["weights"] == block_store.store.nbytes
+    assert_stored_as_planned(plan, block_store)
     assert plan.host["states"] == sum(m.num_bytes for group in backend._groups.on_host for m in group.moments)
     assert plan.host["payload"] == pytest.approx(backend._groups.store.nbytes, rel=0.02)
-    assert plan.device["slots"] == sum(slot.buffer.numel() for slot in block_store.runtime.slots)
-    assert plan.device["weights"] == sum(u.nbytes for u in block_store.placement.units if not u.streamed)
     assert plan.device["states"] == sum(m.num_bytes for group in backend._groups.on_device for m in group.moments)
-    for _ in range(3):
-        up, down = block_store.runtime.bytes_up, block_store.runtime.bytes_down
+    for _ in range(2):
         one_step(engine)
-    payload = plan.host["payload"] // 2
-    assert block_store.runtime.bytes_down - down == plan.down_nbytes - payload
-    assert block_store.runtime.bytes_up - up == plan.up_nbytes - payload
+    assert_moves_as_planned(plan, engine, block_store.runtime, besides=plan.host["payload"] // 2)
 
 
 def test_adapter_takes_the_planned_bytes_on_both_sides() -> None:
-    peft = pytest.importorskip("peft")
     stream = {"resident_blocks": 1, "frozen_dtype": "nf4", "offload_activations": True}
     plan = estimate_adapter(planned("llama", dtype="bf16"), Limits(), stream=StreamConfig(**stream), offload=True)
-    settings = peft.LoraConfig(r=16, target_modules="all-linear")
-    model = peft.get_peft_model(tiny_model("llama").bfloat16(), settings, autocast_adapter_dtype=False).train()
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 0, "offload_param": OFFLOADED},
-        "ds_zo": {"backend": "adapter", "stream": stream},
-    }
-    engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+    model, section = with_adapters(), streams(stream)
+    section["ds_zo"]["backend"] = "adapter"
+    engine = start(model, "AdamW", dtype="bf16", **section)
     one_step(engine)
     store = engine.backend._base.block_store
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert plan.host["weights"] == store.store.nbytes
-    assert plan.device["slots"] == sum(slot.buffer.numel() for slot in store.runtime.slots)
+    assert_stored_as_planned(plan, store)
     assert plan.device["scratch"] == store._scratch.numel()
-    assert plan.device["adapters"] == sum(p.nbytes for p in trained) + engine.backend._trained.nbytes
+    trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert plan.device["adapters"] == trained + engine.backend._trained.nbytes
     moments = [state[key] for state in engine.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     assert plan.device["states"] == sum(moment.nbytes for moment in moments)
     assert plan.host["activations"] >= store.host_inputs.nbytes > 0
