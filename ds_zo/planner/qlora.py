@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ds_zo.planner.adapter import estimate_adapter
-from ds_zo.planner.estimate import Estimate, Limits, parts
+from ds_zo.planner.estimate import Estimate, Limits, base_config, parts
 from ds_zo.planner.models import LOW_RANK, Model
-from ds_zo.planner.stock import lora_config
+from ds_zo.planner.stock import lora_optimizer
 
 _NF4_NBYTES = 0.5625
 """Bytes of a weight in bitsandbytes' NF4: four bits, and a float32 scale for 64 weights."""
@@ -30,6 +30,7 @@ def estimate_qlora(model: Model, limits: Limits, *, checkpointing: bool = True) 
         setting=f"base in NF4 on the device, LoRA of rank {LOW_RANK} trained, PEFT and bitsandbytes",
         device=device | parts(scratch=itemsize * largest),
         step_s=whole.step_s + decoded_nbytes / (_NF4_DECODE_SHARE * model.rates.device_memory_gbps * 1e9),
-        config=lora_config(model),
+        config=base_config(batch=model.batch, dtype=model.dtype)
+        | {"optimizer": lora_optimizer(model), "zero_optimization": {"stage": 0}},
         notes=("needs PEFT, and a model loaded with BitsAndBytesConfig(load_in_4bit=True)",),
     )

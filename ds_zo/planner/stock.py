@@ -22,7 +22,7 @@ from ds_zo.planner.estimate import (
     parts,
 )
 from ds_zo.planner.models import LOW_RANK, Model
-from ds_zo.planner.timeline import Cost, LiveBytes, Trace
+from ds_zo.planner.timeline import LiveBytes, Trace
 from ds_zo.planner.units import PINNED
 
 _REDUCE_BUCKET_NUMEL = 500_000_000
@@ -64,22 +64,17 @@ def estimate_on_device(
     update_s = swept / (model.rates.device_memory_gbps * 1e9)
     update_s += _PARAMETER_LOOP_S * sum(1 for _ in model.module.parameters()) if mixed else 0.0
     chosen = _ADAM if optimizer == "adamw" else {"type": "SGD", "params": {"lr": 1e-2}}
-    return Estimate(
+    return _on_device(
+        model,
+        limits,
         contender=optimizer,
         setting=f"all on the device, float32 {'master, gradient' if mixed else 'weights'}"
         f"{' and moments' if moments else ''}",
-        device=parts(
-            weights=model.weights_nbytes,
-            states=states,
-            **trace.peak_keeping.parts,
-            workspace=TWO_WORKSPACES_NBYTES,
-        ),
-        host=parts(process=PROCESS_NBYTES + BACKWARD_NBYTES),
+        device={"states": states, **trace.peak_keeping.parts},
+        process_nbytes=PROCESS_NBYTES + BACKWARD_NBYTES,
         step_s=trace.forward.seconds + trace.backward.seconds + update_s,
         reduced_nbytes=model.weights_nbytes,
-        config=base_config(batch=model.batch, dtype=model.dtype)
-        | {"optimizer": chosen, "zero_optimization": {"stage": 0}},
-        limits=limits,
+        optimizer=chosen,
     )
 
 
@@ -90,23 +85,37 @@ def estimate_torch_adamw(model: Model, limits: Limits, *, checkpointing: bool = 
     weights = model.weights_nbytes
     in_step = 2 * weights
     at_peak = max(in_step, trace.peak_keeping.total)
-    update = Cost(0.0, 14 * weights / (model.rates.device_memory_gbps * 1e9))
-    return Estimate(
+    update_s = 14 * weights / (model.rates.device_memory_gbps * 1e9)
+    return _on_device(
+        model,
+        limits,
         contender="torch-adamw",
         setting=f"all on the device, everything in {model.dtype}",
-        device=parts(
-            weights=weights,
-            states=2 * weights,
-            **{"gradients" if at_peak == in_step else "activations": at_peak},
-            workspace=TWO_WORKSPACES_NBYTES,
-        ),
-        host=parts(process=PROCESS_NBYTES),
-        step_s=trace.forward.seconds + trace.backward.seconds + update.seconds,
+        device={"states": 2 * weights, "gradients" if at_peak == in_step else "activations": at_peak},
+        step_s=trace.forward.seconds + trace.backward.seconds + update_s,
         reduced_nbytes=weights,
-        config=base_config(batch=model.batch, dtype=model.dtype)
-        | {"optimizer": _ADAM, "zero_optimization": {"stage": 0}},
+        optimizer=_ADAM,
         notes=("outside DeepSpeed, whose own AdamW keeps float32 states",),
+    )
+
+
+def _on_device(
+    model: Model,
+    limits: Limits,
+    *,
+    device: dict[str, int],
+    optimizer: dict[str, Any],
+    process_nbytes: int = PROCESS_NBYTES,
+    **figures: Any,
+) -> Estimate:
+    """An estimate with weights and states on the GPU."""
+    return Estimate(
+        device=parts(weights=model.weights_nbytes, **device, workspace=TWO_WORKSPACES_NBYTES),
+        host=parts(process=process_nbytes),
+        config=base_config(batch=model.batch, dtype=model.dtype)
+        | {"optimizer": optimizer, "zero_optimization": {"stage": 0}},
         limits=limits,
+        **figures,
     )
 
 
@@ -354,35 +363,25 @@ def estimate_low_rank(model: Model, limits: Limits, *, method: str, checkpointin
         extra, states = itemsize * short, 8 * trained
         setting = f"rank {LOW_RANK}, gradients projected, weights trained"
     backward = trace.backward * (2 / 3 if method == "lora" else 1.0)  # no gradients of frozen matrices
-    update = Cost(
-        0.0, (24 * trained + 3 * model.weights_nbytes * (method != "lora")) / (model.rates.device_memory_gbps * 1e9)
-    )
-    return Estimate(
+    swept = 24 * trained + 3 * model.weights_nbytes * (method != "lora")
+    update_s = swept / (model.rates.device_memory_gbps * 1e9)
+    return _on_device(
+        model,
+        limits,
         contender=method,
         setting=setting,
-        device=parts(
-            weights=model.weights_nbytes,
-            projectors=extra,
-            states=states,
-            **trace.peak.parts,
-            workspace=TWO_WORKSPACES_NBYTES,
-        ),
-        host=parts(process=PROCESS_NBYTES),
-        step_s=trace.forward.seconds + backward.seconds + update.seconds,
+        device={"projectors": extra, "states": states, **trace.peak.parts},
+        step_s=trace.forward.seconds + backward.seconds + update_s,
         reduced_nbytes=itemsize * trained,
-        config=lora_config(model),
+        optimizer=lora_optimizer(model),
         notes=("extra memory by Table 2 of the LSP paper; needs its own library (PEFT, galore-torch)",),
-        limits=limits,
     )
 
 
-def lora_config(model: Model) -> dict[str, Any]:
-    """The JSON of LoRA by stock AdamW, at a learning rate of adapters."""
+def lora_optimizer(model: Model) -> dict[str, Any]:
+    """Stock AdamW, at a learning rate of adapters."""
     rate = starting_rate("adapter", num_parameters=model.numel).lr
-    return base_config(batch=model.batch, dtype=model.dtype) | {
-        "optimizer": {**_ADAM, "params": {**_ADAM["params"], "lr": rate}},
-        "zero_optimization": {"stage": 0},
-    }
+    return {**_ADAM, "params": {**_ADAM["params"], "lr": rate}}
 
 
 def _pinned(nbytes: int) -> int:
