@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_zo.planner.models import load_config
 from ds_zo.planner.shapes import RANDOM, SHAPES, config_of
 from ds_zo.streaming.loading import attach_source
 
@@ -21,15 +22,7 @@ def config_of_model(name: str, *, num_layers: int | None = None, max_length: int
         raise ValueError(f"a shape has random weights: write {RANDOM}{name}, got {name} (--model)")
     if num_layers is not None:
         raise ValueError(f"only {RANDOM}SHAPE can be cut in depth, got {name} with {num_layers} layers (--layers)")
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(name)
-    except OSError as error:
-        raise ValueError(
-            f"a model must be {RANDOM}SHAPE, a folder with a config.json, or a name that the Hub or its cache knows, "
-            f"got {name}: {str(error).splitlines()[0]} (--model)"
-        ) from error
+    return load_config(name, seq=max_length)
 
 
 def lazy_model(

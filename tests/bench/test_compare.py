@@ -159,7 +159,7 @@ def test_what_is_asked_wrongly_is_said_in_a_line(tmp_path: Path, capsys: pytest.
         (["--contenders", "zo,adam"], "unknown contender adam"),
         (["--lr", "zo"], "NAME=NUMBER"),
         (["--report-only"], "there are none"),
-        (["--model", "/no/such/folder"], "a model must be random:SHAPE, a folder with a config.json"),
+        (["--model", "/no/such/folder"], "a model must be a folder with a config.json, a name that the Hub"),
         (["--batch", "0"], "batch must be >= 1, got 0 (--batch)"),
         (["--device-memory-gb", "none,0"], "a cap must be > 0 GB"),
         (["--device-memory-gb", "inf"], "a cap must be > 0 GB"),
