@@ -82,8 +82,6 @@ class Estimate:
     """Names of the parts of `host` that the ranks of a machine share under `zero_optimization.stage: 3`."""
     streams_on_one_rank: bool = False
     """Blocks stream, and the method streams them on one rank only."""
-    gathers_weights: bool = False
-    """Each device keeps a piece of the weights, as ZeRO-3 does."""
     divided_s: float = 0.0
     """Seconds of the step that fall with the number of machines: the update of sharded states on the host."""
     shards: Shards | None = None
@@ -131,7 +129,7 @@ class Estimate:
 
     def to_json(self) -> dict[str, Any]:
         shown = asdict(self)
-        for name in ("limits", "sharded", "shared", "streams_on_one_rank", "gathers_weights", "shards"):
+        for name in ("limits", "sharded", "shared", "streams_on_one_rank", "shards"):
             del shown[name]
         return shown | {
             "device_nbytes": self.device_nbytes,

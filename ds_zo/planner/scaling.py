@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ds_zo.planner.estimate import Estimate, Limits
-from ds_zo.planner.models import DTYPES
 from ds_zo.planner.plan import Plan
 from ds_zo.planner.rates import Rates
 from ds_zo.planner.table import grid
@@ -68,7 +67,7 @@ def _scaled(plan: Plan, e: Estimate, gpus: int, nodes: int) -> Scaled:
     tokens = ranks * plan.batch * plan.seq
     host_nbytes = _host_nbytes(e, gpus=gpus, ranks=ranks)
     sharded_host_nbytes = _host_nbytes(replace(e, sharded=e.sharded | e.shared), gpus=gpus, ranks=ranks)
-    sharded_device_nbytes = _sharded_device_nbytes(plan, e, ranks=ranks)
+    sharded_device_nbytes = _sharded_device_nbytes(e, ranks=ranks)
     wire_nbytes = 2 * (ranks - 1) * e.reduced_nbytes // ranks
     stores = 1 if e.shared else gpus
     ways = (
@@ -119,16 +118,12 @@ def _host_nbytes(e: Estimate, *, gpus: int, ranks: int) -> int:
     return total
 
 
-def _sharded_device_nbytes(plan: Plan, e: Estimate, *, ranks: int) -> int:
-    """Memory of a GPU at stage 3: its share of the weights, and two gathered blocks, of which one is computed while the
-    next is gathered."""
-    rest = e.device_nbytes - e.device.get("weights", 0) - e.device.get("slots", 0)
-    if e.shards is not None:
-        return rest + e.shards.device_nbytes(ranks=ranks)
-    if not e.gathers_weights:
+def _sharded_device_nbytes(e: Estimate, *, ranks: int) -> int:
+    """Memory of a GPU at stage 3, where the method divides its weights among GPUs."""
+    if e.shards is None:
         return e.device_nbytes
-    weights = plan.num_parameters * DTYPES[plan.dtype].itemsize
-    return rest + weights // ranks + 2 * weights // max(1, plan.num_blocks)
+    rest = e.device_nbytes - e.device.get("weights", 0) - e.device.get("slots", 0)
+    return rest + e.shards.device_nbytes(ranks=ranks)
 
 
 def _reduce_s(nbytes: int, rates: Rates, *, gpus: int, nodes: int) -> float:

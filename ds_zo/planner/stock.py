@@ -18,6 +18,7 @@ from ds_zo.planner.estimate import (
     TWO_WORKSPACES_NBYTES,
     Estimate,
     Limits,
+    Shards,
     base_config,
     parts,
 )
@@ -227,13 +228,20 @@ def estimate_zero3(
         host=host,
         native_pins=native_pins,
         bf16_states=bf16_states,
-        gathers_weights=not offload_param,
+        shards=None if offload_param else _shards(model),
         step_s=step_s,
         up_nbytes=gathers + (1 if offload_param else 2) * weights,
         down_nbytes=weights + flat,
         reduced_nbytes=3 * weights // 2,  # two all-gathers and a reduce-scatter, of 1/2 all-reduce each
         zero={"stage": 3, "offload_optimizer": PINNED} | ({"offload_param": PINNED} if offload_param else {}),
     )
+
+
+def _shards(model: Model) -> Shards:
+    """Each GPU keeps a piece of all weights, and two gathered blocks."""
+    weights = model.weights_nbytes
+    gathered = 2 * weights // max(1, len(model.blocks))
+    return Shards(blocks_nbytes=weights, non_blocks_nbytes=0, gathered_nbytes=gathered, reduced_nbytes=0)
 
 
 def _on_host(
