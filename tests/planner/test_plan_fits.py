@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ds_zo.backends.zo.fold_interval import INTERVALS, best_interval
+from ds_zo.backends.zo.fold_interval import INTERVALS
 from ds_zo.config.optimizers import ZOParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import Rates
@@ -83,12 +83,3 @@ def test_the_choice_fits_or_nothing_does(backend: str) -> None:
                 assert found.fits_device == could, (found.setting, found.device, cap, least, whole)
                 num_fitting, num_refused = num_fitting + could, num_refused + (not could)
     assert num_fitting and num_refused
-
-
-def test_an_interval_that_does_not_fit_is_not_taken() -> None:
-    fastest_first = {k: float(k) for k in INTERVALS}.__getitem__
-    needed: Callable[[int], int] = lambda k: 200 if k <= 2 else 100  # noqa: E731
-    assert best_interval(fastest_first) == 1
-    assert best_interval(fastest_first, device_nbytes=needed, budget_nbytes=200 + MARGIN_NBYTES) == 1
-    assert best_interval(fastest_first, device_nbytes=needed, budget_nbytes=199 + MARGIN_NBYTES) == 3
-    assert best_interval(fastest_first, device_nbytes=needed, budget_nbytes=0) == 3, "none fits: those of fewest bytes"

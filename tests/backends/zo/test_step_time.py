@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ds_zo.backends.zo.fold_interval import INTERVALS, best_interval
 from ds_zo.backends.zo.step_time import TIMED_NUM_UPDATES, StepTimeModel, TimedForward, compute_and_draw_s
+from ds_zo.streaming.budget import MARGIN_NBYTES
 from tests.helpers.zo_runs import assert_equal, engine_for, one_step, weights, zo_json
 from tests.helpers.zoo import CASES
 
@@ -168,3 +171,12 @@ def test_norms_that_are_frozen_at_first_count_each_batch_once(interleave: bool) 
         assert random.getstate() != before[0] and not torch.equal(torch.get_rng_state(), before[1])
     assert [int(block.norm.num_batches_tracked) for block in engine.module.blocks] == counts
     assert [block.table.tolist()[0] for block in engine.module.blocks] == [8.0] * 3
+
+
+def test_an_interval_that_does_not_fit_is_not_taken() -> None:
+    fastest_first = {k: float(k) for k in INTERVALS}.__getitem__
+    needed: Callable[[int], int] = lambda k: 200 if k <= 2 else 100  # noqa: E731
+    assert best_interval(fastest_first) == 1
+    assert best_interval(fastest_first, device_nbytes=needed, budget_nbytes=200 + MARGIN_NBYTES) == 1
+    assert best_interval(fastest_first, device_nbytes=needed, budget_nbytes=199 + MARGIN_NBYTES) == 3
+    assert best_interval(fastest_first, device_nbytes=needed, budget_nbytes=0) == 3, "none fits: those of fewest bytes"
