@@ -6,9 +6,7 @@ import os
 import signal
 from pathlib import Path
 
-import deepspeed
 import pytest
-import torch
 
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.preemption import Preemption
@@ -22,9 +20,8 @@ from tests.helpers.first_order_runs import (
     everything,
     play,
 )
-from tests.helpers.lomo_runs import lively, start
+from tests.helpers.lomo_runs import start
 from tests.helpers.lsp_runs import lsp_json, small
-from tests.helpers.tiny_models import tiny_batch
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -68,29 +65,6 @@ def test_sigterm_saves_and_the_run_goes_on_later(name: str, tmp_path: Path) -> N
     _, client = resumed.load_checkpoint(str(tmp_path))
     losses += play(resumed, Epochs(client["order"], client["at"], client["num_seen"]), 3)
     assert losses == play(engine_of(name), Epochs(), 7)
-
-
-@pytest.mark.parametrize("name", ["LOMO, bf16, streamed", "AdaLOMO, bf16, kahan, window", "LSP, on the device"])
-def test_a_stock_deepspeed_checkpoint_gives_its_weights(name: str, tmp_path: Path) -> None:
-    json = {
-        "train_micro_batch_size_per_gpu": 2,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": 0},
-        "zero_allow_untested_optimizer": True,
-    }
-    stock = deepspeed.initialize(model=lively("llama", seed=4, num_hidden_layers=2), config=json)[0]
-    loss = stock(**tiny_batch("llama", seed=0, batch_size=2, length=6)).loss
-    stock.backward(loss)
-    stock.step()
-    stock.save_checkpoint(str(tmp_path))
-    engine = engine_of(name)
-    play(engine, Epochs(), 3)
-    engine.load_checkpoint(str(tmp_path))
-    for key, value in engine.backend.module_state_dict().items():
-        assert torch.equal(value, stock.module.state_dict()[key].to(value.dtype)), key
-    assert engine.global_steps == 1
-    play(engine, Epochs(), 3)
 
 
 def test_another_subspace_is_refused_before_anything_changes(tmp_path: Path) -> None:

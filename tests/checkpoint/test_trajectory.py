@@ -19,7 +19,7 @@ from ds_zo import cli
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.rebuild import replay
 from ds_zo.checkpoint.trajectory import read_trajectory
-from tests.helpers.checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
+from tests.helpers.checkpoint_runs import BATCHES, JSONS, assert_same_bits, loaded, planes, start, with_checkpoint
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 from tests.helpers.zo_runs import Toy, assert_equal, engine_for, log_lines, train, weights, zo_json
 
@@ -43,14 +43,12 @@ def test_recovery_loses_no_completed_step(name: str, tmp_path: Path) -> None:
     first.save_checkpoint(str(tmp_path))
     train(first, BATCHES[3:9])
     crash(first)
-    resumed = start(name, trajectory=True)
-    resumed.load_checkpoint(str(tmp_path))
+    resumed = loaded(tmp_path, name)
     assert resumed.global_steps == 9
     assert_same_bits(planes(resumed), planes(first))
     assert train(resumed, BATCHES[9:10]) == expected[9:10]
     crash(resumed)
-    again = start(name, trajectory=True)  # and the resumed run's steps are recorded too
-    again.load_checkpoint(str(tmp_path))
+    again = loaded(tmp_path, name)  # and the resumed run's steps are recorded too
     assert again.global_steps == 10
     assert train(again, BATCHES[10:12]) == expected[10:]
     assert_same_bits(planes(again), planes(whole))
@@ -106,8 +104,7 @@ def test_weights_that_were_read_between_steps_do_not_stop_a_replay(name: str, tm
         p.detach().norm()
     engine.module.head.bias.detach().norm()
     engine.save_checkpoint(str(saves))
-    resumed = start(name, trajectory=True)
-    resumed.load_checkpoint(str(saves))
+    resumed = loaded(saves, name)
     resumed.save_checkpoint(str(saves), tag="again")
     train(resumed, BATCHES[7:12])
     resumed.save_checkpoint(str(saves))
@@ -127,9 +124,8 @@ def test_a_checkpoint_of_another_fold_order_goes_on_and_says_so(tmp_path: Path, 
     crash(first)
     before = {path: path.read_bytes() for path in tmp_path.glob("trajectory*.bin")}
     monkeypatch.setattr("ds_zo.backends.zo.checkpoint.FOLD_ORDER", 7)
-    resumed = start("bf16 wire", trajectory=True)
     with log_lines() as lines:
-        resumed.load_checkpoint(str(tmp_path))
+        resumed = loaded(tmp_path, "bf16 wire")
     assert any("fold_order (2 there, 7 here)" in line for line in lines)
     assert resumed.global_steps == 5
     train(resumed, BATCHES[5:6])
@@ -143,8 +139,7 @@ def test_a_checkpoint_of_another_fold_order_goes_on_and_says_so(tmp_path: Path, 
         7: (5, 7),
     }
     assert any(path.read_bytes() == before[old] for path in found), "what was recorded stays as it was"
-    again = start("bf16 wire", trajectory=True)
-    again.load_checkpoint(str(tmp_path))
+    again = loaded(tmp_path, "bf16 wire")
     assert again.global_steps == 7
     assert_same_bits(planes(again), planes(resumed))
 
@@ -262,8 +257,7 @@ def test_what_no_step_made_ends_the_recording_until_the_next_checkpoint(change: 
         parameter.requires_grad_(False)
     train(first, BATCHES[2:3])
     crash(first)
-    resumed = start("fp32", trajectory=True)
-    resumed.load_checkpoint(str(tmp_path))
+    resumed = loaded(tmp_path)
     assert resumed.global_steps == 2
     assert_equal(weights(resumed.module), before)
     with deepspeed.zero.GatheredParameters([p := next(resumed.module.parameters())], modifier_rank=0):
@@ -271,8 +265,7 @@ def test_what_no_step_made_ends_the_recording_until_the_next_checkpoint(change: 
     resumed.save_checkpoint(str(tmp_path))
     train(resumed, BATCHES[2:4])
     crash(resumed)
-    again = start("fp32", trajectory=True)
-    again.load_checkpoint(str(tmp_path))
+    again = loaded(tmp_path)
     assert_same_bits(planes(again), planes(resumed))
 
 

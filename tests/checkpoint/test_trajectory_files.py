@@ -19,7 +19,7 @@ from ds_zo.checkpoint import CheckpointError, files
 from ds_zo.checkpoint import trajectory as trajectory_module
 from ds_zo.checkpoint.rebuild import replay
 from ds_zo.checkpoint.trajectory import UNSAVED, read_trajectory
-from tests.helpers.checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
+from tests.helpers.checkpoint_runs import BATCHES, JSONS, assert_same_bits, loaded, planes, start, with_checkpoint
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 from tests.helpers.zo_runs import Toy, assert_equal, engine_for, log_lines, toy_batches, train, weights
 
@@ -38,12 +38,6 @@ def run(folder: Path, *, save_at: int, until: int, **settings: Any) -> Any:
     train(engine, BATCHES[:save_at])
     engine.save_checkpoint(str(folder))
     train(engine, BATCHES[save_at:until])
-    return engine
-
-
-def loaded(folder: Path, **arguments: Any) -> Any:
-    engine = start("fp32", trajectory=True)
-    engine.load_checkpoint(str(folder), **arguments)
     return engine
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,13 @@ def with_checkpoint(json: dict[str, Any], **settings: Any) -> dict[str, Any]:
 
 def start(name: str, **settings: Any) -> Any:
     return engine_for(Toy(), with_checkpoint(JSONS[name], **settings))
+
+
+def loaded(folder: Path, name: str = "fp32", **arguments: Any) -> Any:
+    """A new engine with a trajectory, which goes on from what a folder has."""
+    engine = start(name, trajectory=True)
+    engine.load_checkpoint(str(folder), **arguments)
+    return engine
 
 
 def planes(engine: Any) -> dict[str, Any]:
