@@ -51,6 +51,11 @@ def call_of(src: torch.Tensor, **arguments: Any) -> KernelCall:
     return call
 
 
+def apply(run: Callable[[KernelCall], None], flat: Flat, to: Flat | None = None, **arguments: Any) -> None:
+    """Reads `flat`, and writes `to` where it is given."""
+    run(call_of(flat.storage, **flat.planes(to), **arguments))
+
+
 def both(
     dtype: torch.dtype,
     device: str,
@@ -66,7 +71,7 @@ def both(
         flat = Flat.make(dtype, master=master, device=where, segments=segments)
         copy = torch.full_like(flat.storage, CANARY, dtype=out)
         moved = {k: v.to(where) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-        run(call_of(flat.storage, **flat.planes(flat), out=copy, **moved))
+        apply(run, flat, flat, out=copy, **moved)
         results.append((flat.to("cpu"), copy.cpu()))
     return results[0], results[1]
 
@@ -241,7 +246,7 @@ def check_split_is_exact(device: str) -> None:
     flat, exact = start.to(device), exact.to(device)
     for target in (flat, exact):
         log = LOG.to(device)
-        replay_perturb_triton(call_of(target.storage, **target.planes(target), log=log, **ENTRIES, fold=True))
+        apply(replay_perturb_triton, target, target, log=log, **ENTRIES, fold=True)
     flat, exact = flat.to("cpu"), exact.to("cpu")
     for s in SMALL_SEGMENTS:
         assert torch.equal(flat.values(s, with_low=True), exact.values(s))
@@ -255,28 +260,12 @@ def check_replay_equals_folds(device: str) -> None:
     at_once, one_by_one = (Flat.make(torch.float32, device=device, segments=SMALL_SEGMENTS) for _ in range(2))
     copy = torch.zeros_like(at_once.storage)
     shared: dict[str, Any] = {"log": log, "num_directions": directions}
-    replay_perturb_triton(
-        call_of(at_once.storage, **at_once.planes(at_once), **shared, num_entries=3, out=copy, scale=1e-3, step=20)
-    )
+    apply(replay_perturb_triton, at_once, at_once, **shared, num_entries=3, out=copy, scale=1e-3, step=20)
     for i in range(3):
-        replay_perturb_triton(
-            call_of(
-                one_by_one.storage,
-                **one_by_one.planes(one_by_one),
-                **shared,
-                num_entries=1,
-                first_entry=i,
-                fold=True,
-                step=i,
-            )
-        )
+        apply(replay_perturb_triton, one_by_one, one_by_one, **shared, num_entries=1, first_entry=i, fold=True, step=i)
     assert torch.equal(at_once.storage, one_by_one.storage)
     only_copy = torch.zeros_like(copy)
-    replay_perturb_triton(
-        call_of(
-            one_by_one.storage, **one_by_one.planes(), out=only_copy, scale=1e-3, step=20, num_directions=directions
-        )
-    )
+    apply(replay_perturb_triton, one_by_one, out=only_copy, scale=1e-3, step=20, num_directions=directions)
     assert torch.equal(copy, only_copy)
 
 
@@ -289,15 +278,11 @@ def check_pair(device: str) -> None:
             copies = [torch.full_like(flat.storage, CANARY, dtype=out) for _ in range(6)]
             pending: dict[str, Any] = {"log": LOG.to(where), **ENTRIES, "distribution": distribution}
             unstored = {"as_stored": True, "out": copies[0], "pair": copies[1], "scale": 1e-3}
-            run(call_of(flat.storage, **flat.planes(), **pending, **unstored))
+            apply(run, flat, **pending, **unstored)
             apart, at_once = flat.clone(), flat.clone()
-            run(
-                call_of(
-                    at_once.storage, **at_once.planes(at_once), **pending, out=copies[2], pair=copies[3], scale=1e-3
-                )
-            )
-            run(call_of(apart.storage, **apart.planes(apart), **pending, out=copies[4], scale=1e-3))
-            run(call_of(apart.storage, **apart.planes(), out=copies[5], scale=-1e-3, distribution=distribution))
+            apply(run, at_once, at_once, **pending, out=copies[2], pair=copies[3], scale=1e-3)
+            apply(run, apart, apart, **pending, out=copies[4], scale=1e-3)
+            apply(run, apart, out=copies[5], scale=-1e-3, distribution=distribution)
             assert torch.equal(at_once.storage.float(), apart.storage.float()), f"{dtype} {where}"
             assert at_once.exponents is None or torch.equal(at_once.exponents, apart.exponents), f"{dtype} {where}"
             for first, second in ((0, 4), (1, 5), (2, 4), (3, 5)):
