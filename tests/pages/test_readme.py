@@ -37,9 +37,8 @@ from safetensors.torch import load_file
 from benchmarks.recipes import RECIPES
 from ds_zo.cli import main
 from ds_zo.config import backend_of, resolve
-from tests.helpers.processes import python_path
+from tests.helpers.processes import REPO, python_path
 
-REPO = Path(__file__).parents[1]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
 """The pages whose code is checked."""
 
@@ -209,13 +208,13 @@ RUN_BY = {
     "python -m benchmarks.pages": "tests/pages/test_docs_figures.py",
     "python tools/draw_docs.py": "tests/pages/test_docs_figures.py",
     "ds-zo train": "tests/launch/test_train.py",
-    "ds-zo export": "tests/test_readme.py",
-    "ds-zo replay": "tests/test_readme.py",
-    "ds-zo plan": "tests/test_readme.py",
+    "ds-zo export": "tests/pages/test_readme.py",
+    "ds-zo replay": "tests/pages/test_readme.py",
+    "ds-zo plan": "tests/pages/test_readme.py",
     "ds-zo run -- accelerate launch": "tools/check_autoload.py",
     "ds-zo run --check": "tests/test_autoload.py",
     "ds-zo autoload status": "tests/test_autoload.py",
-    "ds-zo convert": "tests/test_readme.py",
+    "ds-zo convert": "tests/pages/test_readme.py",
 }
 """The test that runs a command, by the command's beginning."""
 TAKES_LONG = ("python launch/compare.py --report-only",)

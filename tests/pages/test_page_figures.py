@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import front_page, pages
 from ds_zo.bench.report import host_gb
+from tests.helpers.processes import REPO
 
-REPO = Path(__file__).parents[1]
 RESULTS = REPO / "benchmarks" / "results"
 CHOOSE, README = ((REPO / name).read_text(encoding="utf-8") for name in ("docs/choose.md", "README.md"))
 
