@@ -281,3 +281,11 @@ def test_hooks_before_a_commit_are_the_checks_of_the_suite() -> None:
     suite = (REPO / "launch/test.sh").read_text(encoding="utf-8").splitlines()
     assert hooks
     assert all(any(line.startswith(hook["entry"].removeprefix(".venv/bin/")) for line in suite) for hook in hooks)
+
+
+@pytest.mark.parametrize("chosen", ["fast.txt", "smoke.txt"])
+def test_lists_of_tests_name_tests_that_exist(chosen: str) -> None:
+    for line in (REPO / "tests" / chosen).read_text(encoding="utf-8").splitlines():
+        place, _, test = line.partition("#")[0].strip().partition("::")
+        assert (REPO / place).exists(), line
+        assert not test or f"def {test.partition('[')[0]}(" in (REPO / place).read_text(encoding="utf-8"), line
