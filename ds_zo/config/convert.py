@@ -184,22 +184,23 @@ def _convert_placement(draft: Draft, source: str | None, *, stream: bool | None)
     entry = draft.entry
     param = "zero_optimization.offload_param"
     device, stage = draft.get(f"{param}.device"), draft.get("zero_optimization.stage") or 0
+    shards_host_alone = entry.has(Trait.SHARDS_HOST) and not entry.has(Trait.SHARDS_DEVICE)
     if device == "nvme":
         draft.set(f"{param}.device", "cpu", "weights stream from host memory, not from NVMe")
     if stream is True:
-        draft.set(
-            param, _ON_HOST | draft.object(param) | {"device": "cpu"}, "planned: the whole model does not fit the GPU"
-        )
+        _move_to_host(draft, param, "planned: the whole model does not fit the GPU")
     elif stream is False:
         draft.remove(param, "planned: the whole model fits the GPU")
-    elif (
-        stage == 3 and device in (None, "none") and entry.has(Trait.SHARDS_HOST) and not entry.has(Trait.SHARDS_DEVICE)
-    ):
+    elif stage == 3 and device in (None, "none") and shards_host_alone:
         draft.set(param, _ON_HOST, "{type} divides no weights among GPUs; the ranks of a machine share a host copy")
     if draft.streams and not draft.has(f"{param}.pin_memory"):
         draft.set(f"{param}.pin_memory", True, "copies from memory that is not pinned are several times slower")
     _convert_offload_optimizer(draft, source)
     _convert_stage(draft, stage)
+
+
+def _move_to_host(draft: Draft, at: str, why: str) -> None:
+    draft.set(at, _ON_HOST | draft.object(at) | {"device": "cpu"}, why)
 
 
 def _convert_offload_optimizer(draft: Draft, source: str | None) -> None:
@@ -210,9 +211,7 @@ def _convert_offload_optimizer(draft: Draft, source: str | None) -> None:
     if device == "nvme":
         draft.set(f"{at}.device", "cpu", "{type}'s Adam states are in host memory, not on NVMe")
     elif draft.streams and device != "cpu":
-        draft.set(
-            at, _ON_HOST | draft.object(at) | {"device": "cpu"}, "{type} with streamed weights runs Adam on the host"
-        )
+        _move_to_host(draft, at, "{type} with streamed weights runs Adam on the host")
     elif source != draft.entry.name and device in (None, "none"):
         draft.set(at, _ON_HOST, "{type} runs Adam on the host, which is how it saves device memory")
     if draft.streams:

@@ -167,14 +167,13 @@ def _select(ds_config: dict[str, Any], *, client_optimizer: bool) -> str:
         raise ConfigError(text, at="optimizer.type")
     if in_type is None and optimizer:
         types = entry_of(in_section).stock_types if in_section is not None else ()
-        if types:
-            rule, remedy = f"ds_zo.backend takes an optimizer block of type {' or '.join(types)}", f"write {types[0]}"
-        else:
-            rule = "ds_zo.backend selects without an optimizer block"
-            remedy = "remove ds_zo.backend and edit optimizer.type"
+        takes = (
+            f"takes an optimizer block of type {' or '.join(types)}" if types else "selects without an optimizer block"
+        )
+        remedy = f"write {types[0]}" if types else "remove ds_zo.backend and edit optimizer.type"
         text = (
-            f"{rule}, got {shown(in_section)} beside optimizer.type {shown(written)}; remove the optimizer block, so "
-            f"that the script makes its optimizer, or {remedy}"
+            f"ds_zo.backend {takes}, got {shown(in_section)} beside optimizer.type {shown(written)}; remove the "
+            f"optimizer block, so that the script makes its optimizer, or {remedy}"
         )
         raise ConfigError(text, at="ds_zo.backend")
     if in_type is not None and in_section not in (None, in_type):
