@@ -16,14 +16,13 @@ from torch import nn
 
 from ds_zo.bench.builds import load_extensions
 from ds_zo.bench.contenders import ALL, Contender, settings_of
-from ds_zo.bench.measure import cap_device_memory, cpu_adam_gparams_per_s, link_gbps, measure_steps
+from ds_zo.bench.measure import cap_device_memory, cpu_adam_gparams_per_s, link_gbps, measure_steps, start_device
 from ds_zo.bench.shapes import config_of_model, lazy_model, materialise
 from ds_zo.bench.traces import profile_steps
 from ds_zo.bench.trainer import Batch, Trainer, loss_of, part_seconds, set_checkpointing, torch_adamw_trainer
 from ds_zo.bench.workload import batches_of
 from ds_zo.planner.models import DTYPES
 from ds_zo.records.rows import Row
-from ds_zo.streaming.allocator import expand_segments
 from ds_zo.versions import no_init_weights
 
 EXTRA_STEPS = ((0.2, 4), (3.0, 2), (math.inf, 1))
@@ -89,11 +88,7 @@ def run_contender(
     """Measures one contender. `config` is its whole DeepSpeed JSON, `spec` the fields of `EntrantSpec`. `change_model`
     is called with the model before the engine is made, and may add adapters to it."""
     wanted, entrant = EntrantSpec(**spec), ALL[contender]
-    if wanted.device == "cuda":
-        torch.cuda.set_device(wanted.where)
-        expand_segments()  # as PYTORCH_CUDA_ALLOC_CONF would: fragmentation must not decide whether a model fits
-        if wanted.device_memory_gb is not None and not wanted.starts_uncapped:
-            cap_device_memory(wanted.device_memory_gb, wanted.where)
+    start_device(wanted.device, cap_gb=None if wanted.starts_uncapped else wanted.device_memory_gb, expands=True)
     torch.manual_seed(wanted.seed)
     clock = _Clock()
     trainer = _peer(entrant, config, wanted) if entrant.peer else _engine(entrant, config, wanted, change_model)

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ds_zo.bench.measure import link_gbps, synchronize
-
-_REPEATS = 5
+from ds_zo.bench.measure import link_gbps, seconds_of
 
 
 def device_rates(device: torch.device) -> dict[str, Any]:
@@ -102,16 +97,3 @@ def _torch_adam_gparams_per_s(*, numel: int) -> float:
     parameter.grad = torch.full((numel,), 1e-3)
     adam = torch.optim.AdamW([parameter], lr=1e-4, fused=True)
     return numel / seconds_of(adam.step, torch.device("cpu")) / 1e9
-
-
-def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int = _REPEATS) -> float:
-    """The median seconds of a few calls, after one that is not counted."""
-    call()
-    found = []
-    for _ in range(repeats):
-        synchronize(device)
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        found.append(time.perf_counter() - start)
-    return statistics.median(found)

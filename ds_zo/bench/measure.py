@@ -104,6 +104,19 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def seconds_of(call: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
+    """The median seconds of a few calls, after one that is not counted."""
+    call()
+    found = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        call()
+        synchronize(device)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
 def memory_peaks(device: torch.device | str) -> dict[str, float]:
     """Peak GB (10**9 bytes) on the device after the last reset, and the peak of this process's host memory."""
     on_gpu = torch.device(device).type == "cuda"
@@ -114,15 +127,17 @@ def memory_peaks(device: torch.device | str) -> dict[str, float]:
     }
 
 
-def start_device(name: str, *, cap_gb: float | None = None) -> torch.device:
-    """Makes the device of a case the current one and returns it. `cap_gb` limits its memory. Under a limit segments
-    expand: fragmentation must not decide whether a model fits."""
+def start_device(name: str, *, cap_gb: float | None = None, expands: bool = False) -> torch.device:
+    """Makes the device of a case the current one and returns it. `cap_gb` limits its memory. Under a limit, and where
+    `expands`, segments expand as PYTORCH_CUDA_ALLOC_CONF would have them: fragmentation must not decide whether a model
+    fits."""
     device = torch.device(name)
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
-        if cap_gb is not None:
+        if expands or cap_gb is not None:
             expand_segments()
+        if cap_gb is not None:
             cap_device_memory(cap_gb, device)
     return device
 
@@ -176,10 +191,4 @@ def cpu_adam_gparams_per_s(*, numel: int) -> float:
     parameter = torch.nn.Parameter(torch.zeros(numel))
     parameter.grad = torch.full((numel,), 1e-3)
     adam = DeepSpeedCPUAdam([parameter], lr=1e-4)
-    adam.step()
-    seconds = []
-    for _ in range(4):
-        start = time.perf_counter()
-        adam.step()
-        seconds.append(time.perf_counter() - start)
-    return numel / statistics.median(seconds) / 1e9
+    return numel / seconds_of(adam.step, torch.device("cpu")) / 1e9

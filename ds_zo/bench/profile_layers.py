@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.bench.machine_rates import seconds_of
+from ds_zo.bench.measure import seconds_of
 from ds_zo.planner.models import load_config
 from ds_zo.planner.table import grid
 from ds_zo.streaming.blocks import find_blocks

@@ -22,7 +22,7 @@ HAS_PEER = importlib.util.find_spec("lomo_optim") is not None
 
 
 def _kinds() -> list[Case]:
-    """One case of each kind: presets repeat them at other sizes."""
+    """One case of each kind: suites repeat them at other sizes."""
     found: dict[tuple[Any, ...], Case] = {}
     for case in cases_of("lomo", device=DEVICE, tiny=True):
         method = case.params.get("method", "")

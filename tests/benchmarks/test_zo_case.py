@@ -1,4 +1,4 @@
-"""Every case of the ZO presets at a toy size on the CPU: what runs on a GPU for minutes must not stop at a typo."""
+"""Every case of the ZO suites at a toy size on the CPU: what runs on a GPU for minutes must not stop at a typo."""
 
 from __future__ import annotations
 
