@@ -12,6 +12,11 @@ import os
 TIMES_IN_THE_SUITE = "0.2"
 
 
+def seeds(by_random_sh: int) -> range:
+    """Of as many cases as `num_cases` says."""
+    return range(first_seed(), first_seed() + num_cases(by_random_sh))
+
+
 def num_cases(by_random_sh: int) -> int:
     return max(1, round(by_random_sh * float(os.environ.get("DS_ZO_RANDOM_TIMES", TIMES_IN_THE_SUITE))))
 

@@ -16,10 +16,8 @@ from ds_zo.streaming.blocks import find_blocks
 from tests.helpers.adapter_runs import adapter_json, peft, start
 from tests.helpers.decoded_values import decoded
 from tests.helpers.tiny_models import tiny_batch, tiny_model
-from tests.random.sizes import first_seed, num_cases
+from tests.random.sizes import seeds
 
-NUM_CASES = num_cases(12)
-FIRST_SEED = first_seed()
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
     "adam": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True),
@@ -158,10 +156,7 @@ def check(seed: int) -> None:
 
 
 @pytest.mark.usefixtures("single_process")
-def test_a_run_equals_a_plain_loop() -> None:
-    print(f"seeds {FIRST_SEED} to {FIRST_SEED + NUM_CASES - 1}")
-    for seed in range(FIRST_SEED, FIRST_SEED + NUM_CASES):
-        try:
-            check(seed)
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {draw(seed)}") from error
+@pytest.mark.parametrize("seed", seeds(12))
+def test_a_run_equals_a_plain_loop(seed: int) -> None:
+    print(draw(seed))
+    check(seed)

@@ -17,12 +17,10 @@ from tests.helpers.lsp_runs import CPU, current_weights, identity_projectors, ls
 from tests.helpers.mezo_reference import PlainMeZO, loss_on
 from tests.helpers.zo_runs import zo_json
 from tests.random.generated_models import NUM_TURNS, Generated, batches
-from tests.random.sizes import first_seed, num_cases
+from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-NUM_CASES = num_cases(20)
-FIRST_SEED = first_seed()
 NUM_STEPS = 4
 Weights = dict[str, torch.Tensor]
 
@@ -91,7 +89,7 @@ def compare(seed: int, config: dict[str, Any], expected: tuple[Weights, float], 
     return True
 
 
-SEEDS = pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + NUM_CASES))
+SEEDS = pytest.mark.parametrize("seed", seeds(20))
 
 
 @SEEDS

@@ -19,11 +19,11 @@ from tests.helpers.adapter_runs import adapted, adapter_json, batches, weights
 from tests.helpers.adapter_runs import start as start_adapter
 from tests.helpers.lomo_runs import start
 from tests.helpers.lsp_runs import CPU, lsp_json, small
-from tests.random.sizes import first_seed, num_cases
+from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-SEEDS = pytest.mark.parametrize("seed", range(first_seed(), first_seed() + num_cases(12)))
+SEEDS = pytest.mark.parametrize("seed", seeds(12))
 NUM_STEPS = 3
 Change = Callable[[Sequence[nn.Parameter]], None]
 

@@ -29,7 +29,7 @@ from tests.helpers.zo_runs import (
     weights,
     zo_json,
 )
-from tests.random.sizes import first_seed, num_cases
+from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -145,7 +145,7 @@ def story(seed: int, folder: Path, json: dict[str, Any], kind: str, count: list[
     return found, later
 
 
-CASES = [(form, seed) for seed in range(first_seed(), first_seed() + num_cases(5)) for form in FORMATS]
+CASES = [(form, seed) for seed in seeds(5) for form in FORMATS]
 
 
 @pytest.mark.parametrize(("form", "seed"), CASES)

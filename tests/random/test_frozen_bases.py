@@ -21,7 +21,7 @@ from ds_zo.checkpoint.reader import open_folder
 from ds_zo.streaming.loading import load_pretrained
 from tests.helpers.adapter_runs import adapter_json, batches, peft, start, train
 from tests.helpers.tiny_models import tiny_model
-from tests.random.sizes import first_seed, num_cases
+from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")
 FORMS = ["auto", "nf4", "fp8", "bf12"]
@@ -148,9 +148,7 @@ def check(seed: int, folder: Path) -> None:
     resumed.destroy()
 
 
-def test_another_base_is_refused(tmp_path: Path) -> None:
-    for seed in range(first_seed(), first_seed() + num_cases(25)):
-        try:
-            check(seed, tmp_path / str(seed))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {draw(seed)}") from error
+@pytest.mark.parametrize("seed", seeds(25))
+def test_another_base_is_refused(seed: int, tmp_path: Path) -> None:
+    print(draw(seed))
+    check(seed, tmp_path)

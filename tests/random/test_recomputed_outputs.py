@@ -20,11 +20,11 @@ from tests.helpers.adapter_runs import adapter_json
 from tests.helpers.adapter_runs import start as start_adapter
 from tests.helpers.lomo_runs import start, streamed
 from tests.helpers.lsp_runs import CPU, lsp_json
-from tests.random.sizes import first_seed, num_cases
+from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-SEEDS = pytest.mark.parametrize("seed", range(first_seed(), first_seed() + num_cases(20)))
+SEEDS = pytest.mark.parametrize("seed", seeds(20))
 WIDTH, NUM_BLOCKS = 8, 3
 REFUSED = r"must give its first output, got another one from block (\S+): keep its counters in buffers"
 ON_CPU = torch.device("cpu")

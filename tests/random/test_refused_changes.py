@@ -19,11 +19,11 @@ from tests.helpers.adapter_runs import start as start_adapter
 from tests.helpers.lomo_runs import batches, config_for, lively, start, streamed
 from tests.helpers.lsp_runs import CPU, lsp_json
 from tests.helpers.zo_runs import zo_json
-from tests.random.sizes import first_seed, num_cases
+from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-SEEDS = pytest.mark.parametrize("seed", range(first_seed(), first_seed() + num_cases(15)))
+SEEDS = pytest.mark.parametrize("seed", seeds(15))
 STREAMED_LSP = {**CPU, "offload_param": {"device": "cpu"}}
 CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "LSP": lsp_json,

@@ -17,7 +17,7 @@ from ds_zo.checkpoint.snapshot import Snapshot
 from ds_zo.plugin import checkpointing
 from tests.helpers.adapter_runs import adapter_json, batches, peft, start, train, weights
 from tests.helpers.tiny_models import tiny_model
-from tests.random.sizes import first_seed, num_cases
+from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -137,9 +137,7 @@ def check(seed: int, folder: Path) -> None:
     engine.destroy()
 
 
-def test_a_resumed_run_has_the_states_of_its_parameters(tmp_path: Path) -> None:
-    for seed in range(first_seed(), first_seed() + num_cases(30)):
-        try:
-            check(seed, tmp_path / str(seed))
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {draw(seed)}") from error
+@pytest.mark.parametrize("seed", seeds(30))
+def test_a_resumed_run_has_the_states_of_its_parameters(seed: int, tmp_path: Path) -> None:
+    print(draw(seed))
+    check(seed, tmp_path)

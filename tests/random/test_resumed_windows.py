@@ -12,11 +12,10 @@ import torch
 
 from tests.helpers.lsp_runs import lsp_json
 from tests.helpers.zo_runs import Toy, assert_equal, log_lines, toy_batches, train, weights, zo_json
-from tests.random.sizes import first_seed, num_cases
+from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-FIRST_SEED = first_seed()
 BATCHES = toy_batches(24)
 SEQUENTIAL = {"lr": 0.1, "accumulation": "sequential"}
 JSONS: dict[str, dict[str, Any]] = {
@@ -41,7 +40,7 @@ def saved_after(num: int, kind: str, accumulation: int, folder: Path) -> str:
     return str(folder)
 
 
-@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + num_cases(20)))
+@pytest.mark.parametrize("seed", seeds(20))
 @pytest.mark.parametrize("kind", JSONS)
 def test_a_window_that_is_not_continued_begins_anew(kind: str, seed: int, tmp_path: Path) -> None:
     """Each later step has all its micro-batches, and the sums of the saved window are not in it."""

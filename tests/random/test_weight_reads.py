@@ -21,9 +21,8 @@ from torch.optim.swa_utils import AveragedModel
 import ds_zo  # noqa: F401
 from tests.helpers.loaded_models import lora_over
 from tests.helpers.tiny_models import tiny_batch, tiny_model
-from tests.random.sizes import first_seed, num_cases
+from tests.random.sizes import seeds
 
-NUM_CASES = num_cases(8)
 NUM_STEPS = 3
 LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "lsp": 1e-3}
 Weights = dict[str, torch.Tensor]
@@ -178,7 +177,7 @@ def assert_read(found: Weights, expected: Weights, *, ulp: float, what: str) -> 
         torch.testing.assert_close(value, expected[name], rtol=ulp, atol=0.0, msg=lambda m, n=name: f"{what}: {n}: {m}")
 
 
-@pytest.mark.parametrize("seed", range(first_seed(), first_seed() + NUM_CASES))
+@pytest.mark.parametrize("seed", seeds(8))
 def test_reads_at_odd_moments(seed: int, single_process: None) -> None:
     rng = random.Random(seed)
     case = drawn(rng)

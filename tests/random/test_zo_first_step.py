@@ -32,12 +32,11 @@ from tests.helpers.zo_runs import (
     weights,
     zo_json,
 )
-from tests.random.sizes import first_seed, num_cases
+from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
-SEEDS = range(first_seed(), first_seed() + num_cases(20))
-FEW_SEEDS = range(first_seed(), first_seed() + num_cases(5))
+SEEDS, FEW_SEEDS = seeds(20), seeds(5)
 BATCHES = toy_batches(6)
 
 

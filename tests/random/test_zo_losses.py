@@ -34,11 +34,9 @@ from tests.helpers.zo_runs import (
     weights,
     zo_json,
 )
-from tests.random.sizes import first_seed, num_cases
+from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")
-
-NUM_CASES = num_cases(30)
 
 
 # What a forward leaves on modules. Each takes a module and a tensor that it works on, and returns a factor.
@@ -284,7 +282,7 @@ def lines() -> Iterator[list[str]]:
         yield found
 
 
-@pytest.mark.parametrize("seed", range(first_seed(), first_seed() + NUM_CASES))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_a_drawn_script_trains_as_plain_passes_do(seed: int, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
     passes, json = Recorder(monkeypatch), draw_json(draw)
