@@ -120,7 +120,7 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel: zipfile.ZipFile) -> N
     names = set(wheel.namelist())
     package = {path for path in (REPO / "ds_zo").rglob("*.py") if "__pycache__" not in path.parts}
     package |= {REPO / "ds_zo" / "py.typed", *(REPO / "ds_zo/tasks/embedded").iterdir()}
-    package |= set((REPO / "ds_zo/training/configs").glob("*.json"))
+    package |= {REPO / "ds_zo/bench/contenders.json", *(REPO / "ds_zo/training/configs").glob("*.json")}
     assert {name for name in names if name.startswith("ds_zo/")} == {p.relative_to(REPO).as_posix() for p in package}
     about = f"ds_zo-{ds_zo.__version__}.dist-info/"
     assert {f"{about}METADATA", f"{about}licenses/LICENSE", f"{about}entry_points.txt"} <= names

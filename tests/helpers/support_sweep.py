@@ -168,10 +168,9 @@ def write_rows(found: dict[Cell, Found]) -> None:
 BEGIN = "<!-- kinds: written by `python -m tests.helpers.support_sweep --render`, not by hand -->"
 END = "<!-- end of kinds -->"
 NOTE = (
-    "Gradients added by block: {names}. Each decoder block uses the encoder's output twice. A streamed block adds its "
-    "two gradients first, while plain PyTorch adds those of all blocks one after another. A plain loop that adds them "
-    "as streamed blocks do gives the same bits. One that does not gives weights that differ by up to {differ_by:.1e} "
-    "after three steps. It moves by up to {moves:.1e} itself if its first weights have one rounding error each."
+    "Gradients added by block: {names}, whose blocks share the encoder's output ([Exactness](exactness.md)). The usual "
+    "order gives weights that differ by up to {differ_by:.1e} after three steps. One rounding error in each first "
+    "weight changes them by up to {moves:.1e}."
 )
 
 
