@@ -56,15 +56,15 @@ def cases(numel: int) -> Iterator[tuple[str, Callable[[], object], int]]:
 
     codes = theta.to(torch.float8_e4m3fn)
     code_slot = torch.empty_like(codes)
-    exponents = torch.zeros(-(-numel // 256), dtype=torch.int8, device=device)
-    scales: dict[str, Any] = {"exponents_in": exponents}
-    stored = scales | {"exponents_out": torch.empty_like(exponents)}
+    plane = torch.zeros(-(-numel // 256), dtype=torch.int8, device=device)
+    scales: dict[str, Any] = {"scales_in": plane}
+    stored = scales | {"scales_out": torch.empty_like(plane)}
     yield "fp8 replay 1 + perturb 1", call(codes, **replay, **stored, dst=code_slot, out=out, scale=1e-3), 4 * numel
     yield "fp8 perturb", call(codes, **scales, out=out, scale=1e-3), 3 * numel
 
     codes, words = _bf12(theta[:256], numel)
-    code_slot, scales = torch.empty_like(codes), {"exponents_in": words}
-    stored = scales | {"exponents_out": torch.empty_like(words)}
+    code_slot, scales = torch.empty_like(codes), {"scales_in": words}
+    stored = scales | {"scales_out": torch.empty_like(words)}
     packed = codes.numel() + 4 * words.numel()
     yield (
         "bf12 replay 1 + perturb 1",
@@ -79,7 +79,7 @@ def cases(numel: int) -> Iterator[tuple[str, Callable[[], object], int]]:
     yield "bf12 perturb", call(codes, **scales, out=out, scale=1e-3), packed + 2 * numel
     yield (
         "bf12 fold 1 + perturb 1",
-        call(codes, **replay, **scales, exponents_out=words, dst=codes, out=out, scale=1e-3, fold=True),
+        call(codes, **replay, **scales, scales_out=words, dst=codes, out=out, scale=1e-3, fold=True),
         2 * packed + 2 * numel,
     )
 
@@ -106,7 +106,7 @@ def _bf12(group: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
     fmt = ops.storage_format(torch.uint8)
     codes = torch.empty(256, dtype=fmt.dtype, device=group.device)
     scales = torch.empty(fmt.scale_numel, dtype=fmt.scale_dtype, device=group.device)
-    ops.encode_(codes, group.float(), exponents=scales)
+    ops.encode_(codes, group.float(), scales=scales)
     num_groups = -(-numel // 256)
     return codes.repeat(num_groups)[:numel], scales.repeat(num_groups)
 

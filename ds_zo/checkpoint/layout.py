@@ -17,7 +17,8 @@ from ds_zo import ops
 from ds_zo.streaming.units import Part, PlacedParameter, Planes, Unit
 
 LOW = ":low"
-EXPONENTS = ":exponents"
+SCALES = ":exponents"
+"""Also the scales of NF4 and MXFP4, which are no exponents. A hash of the weights covers this name."""
 Read = Callable[[str], torch.Tensor]
 Form = tuple[torch.dtype, tuple[int, ...]]
 """A tensor's dtype and shape."""
@@ -50,8 +51,8 @@ def _views(part: Part, placed: PlacedParameter, planes: Planes) -> Iterable[tupl
     yield placed.name, stored.view(torch.uint8) if stored.dtype in ops.PACKED else stored
     if planes.low is not None:
         yield placed.name + LOW, placed.view(planes.low)
-    if planes.exponents is not None:
-        yield placed.name + EXPONENTS, planes.exponents[part.scales_of(placed)]
+    if planes.scales is not None:
+        yield placed.name + SCALES, planes.scales[part.scales_of(placed)]
 
 
 def describe(unit: Unit) -> dict[str, Any]:

@@ -67,8 +67,8 @@ def replay_perturb(
     pair: torch.Tensor | None = None,
     low_in: torch.Tensor | None = None,
     low_out: torch.Tensor | None = None,
-    exponents_in: torch.Tensor | None = None,
-    exponents_out: torch.Tensor | None = None,
+    scales_in: torch.Tensor | None = None,
+    scales_out: torch.Tensor | None = None,
     seed: int,
     step: int,
     direction: int = 0,
@@ -82,9 +82,9 @@ def replay_perturb(
 
     For every element of a trainable segment, in float32:
 
-    1. x = decode(src, low_in, exponents_in).
+    1. x = decode(src, low_in, scales_in).
     2. For each entry: x = x * decay[group], then for each direction d x = x - coefficient[group, d] * z(its step, d).
-    3. With dst: dst, low_out, exponents_out = encode(x). Then x = decode(dst) without low, for out and pair.
+    3. With dst: dst, low_out, scales_out = encode(x). Then x = decode(dst) without low, for out and pair.
     4. With out: out = x + scale * z(step, direction).
     5. With pair: pair = x - scale * z(step, direction).
 
@@ -115,8 +115,8 @@ def replay_perturb(
         pair=pair,
         low_in=low_in,
         low_out=low_out,
-        exponents_in=exponents_in,
-        exponents_out=exponents_out,
+        scales_in=scales_in,
+        scales_out=scales_out,
         seed=seed,
         step=step,
         direction=direction,

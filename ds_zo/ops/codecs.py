@@ -36,7 +36,7 @@ def encode_(
     values: torch.Tensor,
     *,
     low: torch.Tensor | None = None,
-    exponents: torch.Tensor | None = None,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Write float32 values to a segment of storage, to its low plane and, for scaled formats, to its scales, which are
     fitted to the values.
@@ -45,7 +45,7 @@ def encode_(
     equal bits. For loading, not for use in a step.
     """
     fmt = storage_format(storage.dtype)
-    _check_exponents(storage, exponents)
+    _check_scales(storage, scales)
     if values.is_cuda:
         flat = values.detach().reshape(-1)
         for start in range(0, flat.numel(), PIECE_NUMEL):
@@ -54,13 +54,13 @@ def encode_(
                 storage[at],
                 flat[at].float(),
                 low=None if low is None else low[at],
-                exponents=None if exponents is None else exponents[fmt.scales_of(at.start, at.stop)],
+                scales=None if scales is None else scales[fmt.scales_of(at.start, at.stop)],
             )
         return
     x = values.detach().reshape(-1).to(device="cpu", dtype=torch.float32).numpy()
-    if exponents is not None:
+    if scales is not None:
         fitted = fit_exponents(fmt, x)
-        exponents_of(fmt, exponents).copy_(torch.from_numpy(fitted))
+        exponents_of(fmt, scales).copy_(torch.from_numpy(fitted))
         x = scale_by(x, fitted, -1)
     with np.errstate(invalid="ignore"):  # NaN passes through
         if low is not None and fmt.dropped_bits:
@@ -69,11 +69,11 @@ def encode_(
         else:
             x = round_to(fmt, x)
     staged = torch.empty(x.shape, dtype=storage.dtype)
-    staged_scales = exponents.cpu() if exponents is not None and fmt.has_lanes else None
+    staged_scales = scales.cpu() if scales is not None and fmt.has_lanes else None
     store_(staged, x, staged_scales)
     storage.copy_(staged)
-    if exponents is not None and staged_scales is not None:
-        exponents.copy_(staged_scales)
+    if scales is not None and staged_scales is not None:
+        scales.copy_(staged_scales)
 
 
 def copy_staged_(target: torch.Tensor, values: torch.Tensor) -> None:
@@ -94,21 +94,21 @@ def copy_staged_(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def encode_on_device_(
-    storage: torch.Tensor, x: torch.Tensor, *, low: torch.Tensor | None, exponents: torch.Tensor | None
+    storage: torch.Tensor, x: torch.Tensor, *, low: torch.Tensor | None, scales: torch.Tensor | None
 ) -> None:
     """`encode_` for values on a device, in torch operations."""
     fmt = storage_format(storage.dtype)
     finite, no_number = x.isfinite(), x.isnan()
     x = x.masked_fill(no_number, float("nan"))  # NaN without a sign
-    if exponents is not None:
+    if scales is not None:
         largest_of = x.abs().masked_fill(~finite, 0.0).view(-1, SEGMENT_ALIGNMENT).amax(dim=1)
         bits = largest_of.view(torch.int32)
         fitted = (bits >> 23) - 127 - TOP_EXPONENT + ((bits & 0x7FFFFF) > max_mantissa(fmt))
         fitted = fitted.clamp(MIN_EXPONENT, MAX_EXPONENT)
         if not fmt.has_lanes:
-            copy_staged_(exponents, fitted)
-        scales = ((127 - fitted) << 23).view(torch.float32)  # 2**-fitted, exact on every device
-        x = (x.view(-1, SEGMENT_ALIGNMENT) * scales[:, None]).view(-1)
+            copy_staged_(scales, fitted)
+        factors = ((127 - fitted) << 23).view(torch.float32)  # 2**-fitted, exact on every device
+        x = (x.view(-1, SEGMENT_ALIGNMENT) * factors[:, None]).view(-1)
     if not fmt.dropped_bits or (low is None and not fmt.has_lanes):
         largest = fmt.largest if fmt.scaled else float("inf")
         copy_staged_(storage, _narrow(fmt, x.clamp(-largest, largest), no_number))
@@ -129,10 +129,10 @@ def encode_on_device_(
             scale = ((254 + (23 - fmt.dropped_bits) + 16 - exponent) << 23).view(torch.float32)
             residual = ((magnitude - high) * scale).round()
         copy_staged_(low, residual.masked_fill(~finite, 0.0).clamp(-32768, 32767).to(torch.int16))
-    if exponents is not None and fmt.has_lanes:
+    if scales is not None and fmt.has_lanes:
         code = (high * (1 / BIAS_SHIFT)).view(torch.int32) >> fmt.dropped_bits
         code = code.masked_fill(no_number, int(nan_code(fmt)))
-        copy_staged_(exponents, torch.cat([fitted[:, None], _lane_words(fmt, code)], dim=1).view(-1))
+        copy_staged_(scales, torch.cat([fitted[:, None], _lane_words(fmt, code)], dim=1).view(-1))
         copy_staged_(storage, ((code & 0x7F) | (torch.signbit(x).int() << 7)).to(torch.uint8))
     else:
         copy_staged_(storage, _narrow(fmt, torch.copysign(high, x), no_number))
@@ -154,13 +154,11 @@ def _lane_words(fmt: Format, code: torch.Tensor) -> torch.Tensor:
     return words.view(-1, fmt.scale_numel - 1)
 
 
-def decode(
-    storage: torch.Tensor, low: torch.Tensor | None = None, exponents: torch.Tensor | None = None
-) -> torch.Tensor:
+def decode(storage: torch.Tensor, low: torch.Tensor | None = None, scales: torch.Tensor | None = None) -> torch.Tensor:
     """The float32 values of a segment of storage, on the storage's device."""
     fmt = storage_format(storage.dtype)
-    _check_exponents(storage, exponents)
-    scales = None if exponents is None else exponents.cpu()
+    _check_scales(storage, scales)
+    scales = None if scales is None else scales.cpu()
     x = load(storage.detach().cpu(), scales)
     if low is not None and fmt.dropped_bits:
         x = join(fmt, x, low.cpu().numpy())
@@ -169,8 +167,8 @@ def decode(
     return torch.from_numpy(x).to(storage.device)
 
 
-def _check_exponents(storage: torch.Tensor, exponents: torch.Tensor | None) -> None:
+def _check_scales(storage: torch.Tensor, scales: torch.Tensor | None) -> None:
     fmt = storage_format(storage.dtype)
-    found = None if exponents is None else exponents.dtype
+    found = None if scales is None else scales.dtype
     if found != fmt.scale_dtype:
-        raise ValueError(f"{fmt.name} storage needs exponents of dtype {fmt.scale_dtype}, got {found} (exponents)")
+        raise ValueError(f"{fmt.name} storage needs scales of dtype {fmt.scale_dtype}, got {found} (scales)")

@@ -230,7 +230,7 @@ def _copy_frozen(call: KernelCall, piece: Segment) -> None:
     for to, source, where in (
         (call.dst, call.src, at),
         (call.low_out, call.low_in, at),
-        (call.exponents_out, call.exponents_in, call.format.scales_of(at.start, at.stop)),
+        (call.scales_out, call.scales_in, call.format.scales_of(at.start, at.stop)),
     ):
         if to is None or to is source:
             continue
@@ -245,7 +245,7 @@ def _copy_frozen(call: KernelCall, piece: Segment) -> None:
 
 def _decode(call: KernelCall, at: slice, *, with_low: bool) -> Floats:
     fmt = call.format
-    scales = None if call.exponents_in is None else call.exponents_in[fmt.scales_of(at.start, at.stop)]
+    scales = None if call.scales_in is None else call.scales_in[fmt.scales_of(at.start, at.stop)]
     x = load(call.src[at], scales)
     if with_low and call.low_in is not None:
         x = join(fmt, x, call.low_in[at].numpy())
@@ -257,11 +257,11 @@ def _decode(call: KernelCall, at: slice, *, with_low: bool) -> Floats:
 def _store(call: KernelCall, at: slice, x: Floats, addend: Dither | None) -> Floats:
     """Write x to dst and return the values that dst holds without its low plane."""
     fmt, exponents, scales_out = call.format, None, None
-    if call.exponents_in is not None:
+    if call.scales_in is not None:
         groups = fmt.scales_of(at.start, at.stop)
-        exponents = np.maximum(exponents_of(fmt, call.exponents_in[groups]).numpy(), fit_exponents(fmt, x))
-        if call.exponents_out is not None:
-            scales_out = call.exponents_out[groups]
+        exponents = np.maximum(exponents_of(fmt, call.scales_in[groups]).numpy(), fit_exponents(fmt, x))
+        if call.scales_out is not None:
+            scales_out = call.scales_out[groups]
             exponents_of(fmt, scales_out).numpy()[:] = exponents
         x = scale_by(x, exponents, -1)
     if call.low_out is not None:

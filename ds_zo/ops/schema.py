@@ -31,8 +31,8 @@ class KernelCall:
     pair: torch.Tensor | None
     low_in: torch.Tensor | None
     low_out: torch.Tensor | None
-    exponents_in: torch.Tensor | None
-    exponents_out: torch.Tensor | None
+    scales_in: torch.Tensor | None
+    scales_out: torch.Tensor | None
     seed: int
     step: int
     direction: int
@@ -78,7 +78,7 @@ class KernelCall:
     @property
     def leaves_frozen_alone(self) -> bool:
         """Whether the call copies no frozen segment."""
-        pairs = ((self.dst, self.src), (self.low_out, self.low_in), (self.exponents_out, self.exponents_in))
+        pairs = ((self.dst, self.src), (self.low_out, self.low_in), (self.scales_out, self.scales_in))
         return self.out is None and all(to is None or to is source for to, source in pairs)
 
     def check(self) -> None:
@@ -95,19 +95,19 @@ class KernelCall:
             raise ValueError("pair is the copy perturbed by -scale * z: pass out and a scale with it (pair)")
         if fmt.dropped_bits == 0 and (self.low_in is not None or self.low_out is not None):
             raise ValueError("float32 storage drops no bits: pass no low plane (low_in, low_out)")
-        if fmt.scaled != (self.exponents_in is not None):
+        if fmt.scaled != (self.scales_in is not None):
             raise ValueError(
-                "exponents_in must be passed with float8_e4m3fn and bf12 storage and with no other, "
-                f"got {fmt.name} (exponents_in)"
+                "scales_in must be passed with float8_e4m3fn and bf12 storage and with no other, "
+                f"got {fmt.name} (scales_in)"
             )
-        if (fmt.scaled and self.dst is not None) != (self.exponents_out is not None):
-            raise ValueError("exponents_out belongs to a dst that has scales: pass both or neither (exponents_out)")
+        if (fmt.scaled and self.dst is not None) != (self.scales_out is not None):
+            raise ValueError("scales_out belongs to a dst that has scales: pass both or neither (scales_out)")
         if self.low_out is not None and self.dst is None:
             raise ValueError("low_out holds the bits that dst drops: pass dst with it (low_out)")
-        for name, exponents in (("exponents_in", self.exponents_in), ("exponents_out", self.exponents_out)):
-            if exponents is not None:
+        for name, scales in (("scales_in", self.scales_in), ("scales_out", self.scales_out)):
+            if scales is not None:
                 assert fmt.scale_dtype is not None
-                self._check_tensor(name, exponents, fmt.scale_dtype, fmt.scales_of(0, self.table.numel).stop)
+                self._check_tensor(name, scales, fmt.scale_dtype, fmt.scales_of(0, self.table.numel).stop)
         self._check_entries()
 
     def _check_entries(self) -> None:

@@ -64,8 +64,8 @@ def _replay_perturb_kernel(
     pair_ptr,
     low_in_ptr,
     low_out_ptr,
-    exponents_in_ptr,
-    exponents_out_ptr,
+    scales_in_ptr,
+    scales_out_ptr,
     log_ptr,
     first_chunk,
     num_entries,
@@ -123,7 +123,7 @@ def _replay_perturb_kernel(
         lane_mask = lane * _LANE < numel - skip
         scales_at = group_word(at // 256, FORMAT)
         if FORMAT == BF12:
-            pattern = load_lanes(src_ptr + at, exponents_in_ptr + scales_at, within, mask, lane, lane_mask)
+            pattern = load_lanes(src_ptr + at, scales_in_ptr + scales_at, within, mask, lane, lane_mask)
             if HAS_LOW_IN:
                 low = tl.load(low_in_ptr + at + within, mask=mask, other=0)
                 pattern = pattern + low.to(tl.int32).to(tl.uint32, bitcast=True)
@@ -134,7 +134,7 @@ def _replay_perturb_kernel(
                 x = join(x, tl.load(low_in_ptr + at + within, mask=mask, other=0), FORMAT)
         if SCALED:
             group_lane = group_word(lane // _GROUP_LANES, FORMAT)
-            exponent = tl.load(exponents_in_ptr + scales_at + group_lane, mask=lane_mask, other=0).to(tl.int32)
+            exponent = tl.load(scales_in_ptr + scales_at + group_lane, mask=lane_mask, other=0).to(tl.int32)
             x = x * power_of_two(exponent)[:, None]
 
         if TRAINABLE and REPLAY:
@@ -168,8 +168,8 @@ def _replay_perturb_kernel(
                     exponent = tl.maximum(exponent, _group_exponents(x, mask, FORMAT, LANES))
                 if WRITE:
                     tl.store(
-                        exponents_out_ptr + scales_at + group_lane,
-                        exponent.to(exponents_out_ptr.dtype.element_ty),
+                        scales_out_ptr + scales_at + group_lane,
+                        exponent.to(scales_out_ptr.dtype.element_ty),
                         mask=lane_mask & (lane % _GROUP_LANES == 0),
                     )
                 x = x * power_of_two(-exponent)[:, None]
@@ -200,7 +200,7 @@ def _replay_perturb_kernel(
             if WRITE:
                 if FORMAT == BF12:
                     group_mask = lane // _GROUP_LANES * 256 < numel - skip
-                    store_lanes(dst_ptr + at, exponents_out_ptr + scales_at, within, mask, lane, group_mask, pattern)
+                    store_lanes(dst_ptr + at, scales_out_ptr + scales_at, within, mask, lane, group_mask, pattern)
                 elif SCALED:
                     store_codes(dst_ptr + at, within, mask, pattern, FORMAT)
                 else:
@@ -270,8 +270,8 @@ def replay_perturb_triton(call: KernelCall) -> None:
             unused if call.pair is None else _raw(call.pair),
             unused if call.low_in is None else call.low_in,
             unused if call.low_out is None else call.low_out,
-            unused if call.exponents_in is None else call.exponents_in,
-            unused if call.exponents_out is None else call.exponents_out,
+            unused if call.scales_in is None else call.scales_in,
+            unused if call.scales_out is None else call.scales_out,
             unused if call.log is None else call.log,
             chunks.first,
             call.num_entries,

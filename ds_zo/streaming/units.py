@@ -62,7 +62,7 @@ class Planes:
     plane (None without one)."""
 
     storage: torch.Tensor
-    exponents: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
     low: torch.Tensor | None = None
 
 
@@ -107,22 +107,22 @@ class Part:
         """Writes the values of frozen parameters to `out`, in its dtype."""
         assert self.frozen
         if self.wire is ops.NF4.dtype:
-            assert planes.exponents is not None
-            ops.dequantise_nf4_(out, planes.storage, planes.exponents)
+            assert planes.scales is not None
+            ops.dequantise_nf4_(out, planes.storage, planes.scales)
         elif self.wire is ops.MXFP4.dtype:
-            assert planes.exponents is not None
+            assert planes.scales is not None
             for p in self.placed:
-                ops.dequantise_mxfp4_(p.view(out), self.stored(p, planes.storage), planes.exponents[self.scales_of(p)])
+                ops.dequantise_mxfp4_(p.view(out), self.stored(p, planes.storage), planes.scales[self.scales_of(p)])
         else:
             table = self.table(out.device)
-            ops.replay_perturb(planes.storage, table=table, out=out, exponents_in=planes.exponents, seed=0, step=0)
+            ops.replay_perturb(planes.storage, table=table, out=out, scales_in=planes.scales, seed=0, step=0)
 
     def decode_one_(self, memory: torch.Tensor, planes: Planes, placed: PlacedParameter) -> torch.Tensor:
         """Writes the values of one nf4 parameter to the first `decoded_nbytes` of `memory`, and returns them."""
-        assert self.wire is ops.NF4.dtype and planes.exponents is not None
+        assert self.wire is ops.NF4.dtype and planes.scales is not None
         out = memory[: self.decoded_nbytes(placed)].view(self.dtype)
         end = placed.start + out.numel()  # with padding, because the kernel writes whole words
-        scales = planes.exponents[ops.NF4.scales_of(placed.start, end)]
+        scales = planes.scales[ops.NF4.scales_of(placed.start, end)]
         ops.dequantise_nf4_(out, planes.storage[placed.start // 2 : end // 2], scales)
         return out[: placed.numel].view(placed.shape)
 
@@ -330,13 +330,13 @@ class Unit:
             nbytes = part.storage_nbytes
             storage = buffer[at : at + nbytes].view(part.wire)
             dtype = part.scale_dtype
-            exponents = None if dtype is None else buffer[at + nbytes : at + part.nbytes].view(dtype)
+            scales = None if dtype is None else buffer[at + nbytes : at + part.nbytes].view(dtype)
             at += _padded(part.nbytes)
             part_low = None
             if part.split and low is not None:
                 part_low = low[low_at : low_at + part.low_nbytes].view(torch.int16)
             low_at += _padded(part.low_nbytes)
-            found.append(Planes(storage, exponents, part_low))
+            found.append(Planes(storage, scales, part_low))
         return found
 
     def outs(self, scratch: torch.Tensor, *, second: torch.Tensor | None = None) -> list[torch.Tensor | None]:
@@ -536,7 +536,7 @@ class Unit:
             planes.storage[span],
             padded,
             low=None if planes.low is None else planes.low[span],
-            exponents=None if planes.exponents is None else planes.exponents[part.scales_of(placed)],
+            scales=None if planes.scales is None else planes.scales[part.scales_of(placed)],
         )
 
     @staticmethod
@@ -550,9 +550,9 @@ class Unit:
     ) -> None:
         """Stores a frozen parameter in four bits, from its values in its own dtype: in NF4 piece by piece, as
         bitsandbytes does. Values that are in the same format already keep their bytes."""
-        assert planes.exponents is not None
+        assert planes.scales is not None
         packed = part.stored(placed, planes.storage).view(torch.uint8)
-        scales = planes.exponents[part.scales_of(placed)]
+        scales = planes.scales[part.scales_of(placed)]
         if isinstance(value, nf4.Quantised) and value.wire is not part.wire:
             value = value.values()
         if part.wire is ops.MXFP4.dtype and not isinstance(value, nf4.Quantised):

@@ -23,8 +23,8 @@ def decoded(value: torch.Tensor, form: str) -> torch.Tensor:
     padded[: value.numel()] = value.reshape(-1)
     storage = torch.empty(padded.numel(), dtype=fmt.dtype)
     scales = torch.zeros(padded.numel() // 256 * fmt.scale_numel, dtype=fmt.scale_dtype)
-    ops.encode_(storage, padded, exponents=scales)
-    return ops.decode(storage, exponents=scales)[: value.numel()].view(value.shape).to(value.dtype)
+    ops.encode_(storage, padded, scales=scales)
+    return ops.decode(storage, scales=scales)[: value.numel()].view(value.shape).to(value.dtype)
 
 
 def with_decoded_base(model: nn.Module, form: str) -> nn.Module:

@@ -124,10 +124,10 @@ def _noted(kernel: Callable[..., None]) -> Callable[..., None]:
 
     def run(source: torch.Tensor, **arguments: Any) -> None:
         for races in Races.watching:
-            for name in ("low_in", "exponents_in"):
+            for name in ("low_in", "scales_in"):
                 races.note(arguments.get(name), writes=False)
             races.note(source, writes=False)
-            for name in ("dst", "out", "pair", "low_out", "exponents_out"):
+            for name in ("dst", "out", "pair", "low_out", "scales_out"):
                 races.note(arguments.get(name), writes=True)
         kernel(source, **arguments)
 

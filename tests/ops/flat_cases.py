@@ -59,7 +59,7 @@ class Flat:
 
     storage: torch.Tensor
     low: torch.Tensor | None
-    exponents: torch.Tensor | None
+    scales: torch.Tensor | None
     table: ops.SegmentTable
 
     @classmethod
@@ -75,50 +75,50 @@ class Flat:
         numel = -(-table.numel // 256) * 256
         storage = torch.full((numel,), CANARY, dtype=torch.float32).to(dtype)
         low = torch.full((numel,), CANARY, dtype=torch.int16) if master and dtype != torch.float32 else None
-        exponents = scales_for(dtype, numel)
+        scales = scales_for(dtype, numel)
         generator = torch.Generator().manual_seed(0)
         for s in segments:
             at = slice(s.start, s.start + s.numel)
             values = torch.randn(s.numel, generator=generator) * 0.02
             values[: s.numel // 8] *= 1e-5  # subnormal in the narrow formats
-            scales = None if exponents is None else exponents[ops.storage_format(dtype).scales_of(at.start, at.stop)]
-            ops.encode_(storage[at], values, low=None if low is None else low[at], exponents=scales)
-        flat = cls(storage, low, exponents, table)
+            own = None if scales is None else scales[ops.storage_format(dtype).scales_of(at.start, at.stop)]
+            ops.encode_(storage[at], values, low=None if low is None else low[at], scales=own)
+        flat = cls(storage, low, scales, table)
         return flat if device == "cpu" else flat.to(device)
 
     @classmethod
     def of(cls, values: torch.Tensor, dtype: torch.dtype, *, offset: int = 0) -> Flat:
         """These values in one segment."""
         numel = -(-len(values) // 256) * 256
-        storage, exponents = torch.zeros(numel, dtype=dtype), scales_for(dtype, numel)
-        ops.encode_(storage[: len(values)], values, exponents=exponents)
+        storage, scales = torch.zeros(numel, dtype=dtype), scales_for(dtype, numel)
+        ops.encode_(storage[: len(values)], values, scales=scales)
         table = ops.build_table([ops.Segment(start=0, numel=len(values), offset=offset)], "cpu")
-        return cls(storage, None, exponents, table)
+        return cls(storage, None, scales, table)
 
     def to(self, device: str) -> Flat:
         def move(t: torch.Tensor | None) -> Any:
             return None if t is None else t.to(device)
 
         table = self.table if self.table.device.type == device else ops.build_table(self.table.segments, device)
-        return Flat(move(self.storage), move(self.low), move(self.exponents), table)
+        return Flat(move(self.storage), move(self.low), move(self.scales), table)
 
     def clone(self) -> Flat:
         low = None if self.low is None else self.low.clone()
-        exponents = None if self.exponents is None else self.exponents.clone()
-        return replace(self, storage=self.storage.clone(), low=low, exponents=exponents)
+        scales = None if self.scales is None else self.scales.clone()
+        return replace(self, storage=self.storage.clone(), low=low, scales=scales)
 
     def values(self, segment: ops.Segment, *, with_low: bool = False) -> torch.Tensor:
         at = slice(segment.start, segment.start + segment.numel)
         fmt = ops.storage_format(self.storage.dtype)
-        scales = None if self.exponents is None else self.exponents[fmt.scales_of(at.start, at.stop)]
+        scales = None if self.scales is None else self.scales[fmt.scales_of(at.start, at.stop)]
         low = self.low[at] if with_low and self.low is not None else None
         return ops.decode(self.storage[at], low, scales)
 
     def planes(self, dst: Flat | None = None) -> dict[str, Any]:
         """Arguments of `replay_perturb` that read this and write another (or nothing)."""
-        arguments: dict[str, Any] = {"table": self.table, "low_in": self.low, "exponents_in": self.exponents}
+        arguments: dict[str, Any] = {"table": self.table, "low_in": self.low, "scales_in": self.scales}
         if dst is not None:
-            arguments |= {"dst": dst.storage, "low_out": dst.low, "exponents_out": dst.exponents}
+            arguments |= {"dst": dst.storage, "low_out": dst.low, "scales_out": dst.scales}
         return arguments
 
 

@@ -41,7 +41,7 @@ ENTRIES: dict[str, Any] = {"num_entries": 2, "first_entry": 2}
 
 def call_of(src: torch.Tensor, **arguments: Any) -> KernelCall:
     defaults: dict[str, Any] = dict.fromkeys(
-        ["log", "dst", "out", "pair", "low_in", "low_out", "exponents_in", "exponents_out"], None
+        ["log", "dst", "out", "pair", "low_in", "low_out", "scales_in", "scales_out"], None
     )
     defaults |= {"num_entries": 0, "first_entry": 0, "num_directions": 1, "direction": 0, "scale": 0.0}
     defaults |= {"seed": SEED, "step": 9, "distribution": "normal", "fold": False, "rounding": "stochastic"}
@@ -172,10 +172,10 @@ def _compare(
     a: tuple[Flat, torch.Tensor], b: tuple[Flat, torch.Tensor], dtype: torch.dtype, out: torch.dtype, what: str
 ) -> None:
     (flat_a, out_a), (flat_b, out_b) = a, b
-    if flat_a.exponents is not None:
-        assert flat_b.exponents is not None
+    if flat_a.scales is not None:
+        assert flat_b.scales is not None
         fmt = storage_format(dtype)
-        assert torch.equal(exponents_of(fmt, flat_a.exponents), exponents_of(fmt, flat_b.exponents)), what
+        assert torch.equal(exponents_of(fmt, flat_a.scales), exponents_of(fmt, flat_b.scales)), what
     for s in SMALL_SEGMENTS:
         at = slice(s.start, s.start + s.numel)
         raw_a, raw_b = flat_a.values(s), flat_b.values(s)
@@ -193,7 +193,7 @@ def _compare(
             assert_rounded_alike(out_a[at].float()[same], out_b[at].float()[same], out, f"{what} out {s}")
     padding = ~covered(SMALL_SEGMENTS)
     if dtype == BF12:  # lanes of nothing but padding: zeros in a group that was written, untouched in others
-        lanes_a, lanes_b = (f.exponents.view(-1, 33)[:, 1:].reshape(-1) for f in (flat_a, flat_b))  # type: ignore[union-attr]
+        lanes_a, lanes_b = (f.scales.view(-1, 33)[:, 1:].reshape(-1) for f in (flat_a, flat_b))  # type: ignore[union-attr]
         unused = padding.view(-1, 8).all(dim=1)
         assert torch.equal(lanes_a[unused], lanes_b[unused]), what
     assert torch.equal(flat_a.storage.float()[padding], flat_b.storage.float()[padding]), what
@@ -218,7 +218,7 @@ def check_rounding_is_the_reference_bit_for_bit(device: str) -> None:
         for s in SMALL_SEGMENTS:
             same = torch.equal(expected.values(s).view(torch.int32), got.values(s).view(torch.int32))
             assert same, f"{dtype} {options} {s}"
-        assert expected.exponents is None or torch.equal(expected.exponents, got.exponents), f"{dtype} {options}"
+        assert expected.scales is None or torch.equal(expected.scales, got.scales), f"{dtype} {options}"
 
 
 def check_split(device: str) -> None:
@@ -284,7 +284,7 @@ def check_pair(device: str) -> None:
             apply(run, apart, apart, **pending, out=copies[4], scale=1e-3)
             apply(run, apart, out=copies[5], scale=-1e-3, distribution=distribution)
             assert torch.equal(at_once.storage.float(), apart.storage.float()), f"{dtype} {where}"
-            assert at_once.exponents is None or torch.equal(at_once.exponents, apart.exponents), f"{dtype} {where}"
+            assert at_once.scales is None or torch.equal(at_once.scales, apart.scales), f"{dtype} {where}"
             for first, second in ((0, 4), (1, 5), (2, 4), (3, 5)):
                 assert torch.equal(copies[first], copies[second]), f"{dtype} {distribution} {where} {first} {second}"
 

@@ -23,10 +23,10 @@ def test_encode_on_device_gives_the_bits_of_encode(dtype: torch.dtype, split: bo
     def encoded(encode: object) -> list[torch.Tensor]:
         storage = torch.zeros(x.shape, dtype=dtype)
         low = torch.zeros(x.shape, dtype=torch.int16) if split else None
-        exponents = scales_for(dtype, x.numel())
-        encode(storage, x.clone(), low=low, exponents=exponents)  # type: ignore[operator]
+        scales = scales_for(dtype, x.numel())
+        encode(storage, x.clone(), low=low, scales=scales)  # type: ignore[operator]
         bits = torch.int8 if dtype.itemsize == 1 else torch.int16
-        return [t for t in (storage.view(bits), low, exponents) if t is not None]
+        return [t for t in (storage.view(bits), low, scales) if t is not None]
 
     for ours, theirs in zip(encoded(encode_on_device_), encoded(encode_), strict=True):
         assert torch.equal(ours, theirs)

@@ -125,11 +125,11 @@ def test_split_resolution_is_as_documented(dtype: torch.dtype, relative: float, 
 def test_encode_decode_round_trip(dtype: torch.dtype) -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(3)) * 0.02
     storage = torch.empty(1000, dtype=dtype)
-    exponents = scales_for(dtype, 1000)
-    ops.encode_(storage, x, exponents=exponents)
+    scales = scales_for(dtype, 1000)
+    ops.encode_(storage, x, scales=scales)
     step = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, FP8: 2.0**-4, BF12: 2.0**-8}[dtype]
     smallest = {torch.float16: 2.0**-25, FP8: 2.0**-22, BF12: 2.0**-26}.get(dtype, 0.0)
-    assert torch.all((ops.decode(storage, None, exponents) - x).abs() <= x.abs() * step + smallest)
+    assert torch.all((ops.decode(storage, None, scales) - x).abs() <= x.abs() * step + smallest)
 
 
 @pytest.mark.parametrize("scale", [1e-20, 0.02, 1.0, 508.0, 509.0, 7e8])
@@ -141,11 +141,11 @@ def test_bf12_holds_bfloat16_as_it_is_within_13_binades(scale: float) -> None:
     x[::9] = 0
     x[::256] = 1.9 * scale  # each group's largest
     x = x.bfloat16().float()
-    storage, exponents = torch.empty(numel, dtype=BF12), scales_for(BF12, numel)
-    ops.encode_(storage, x, exponents=exponents)
-    assert torch.equal(ops.decode(storage, None, exponents), x)
-    ops.encode_(storage, x * 2.0**-10, exponents=exponents)
-    assert torch.equal(ops.decode(storage, None, exponents), x * 2.0**-10)
+    storage, scales = torch.empty(numel, dtype=BF12), scales_for(BF12, numel)
+    ops.encode_(storage, x, scales=scales)
+    assert torch.equal(ops.decode(storage, None, scales), x)
+    ops.encode_(storage, x * 2.0**-10, scales=scales)
+    assert torch.equal(ops.decode(storage, None, scales), x * 2.0**-10)
 
 
 def test_bf12_split_holds_float32_bit_for_bit_across_rounding_up() -> None:
@@ -153,11 +153,11 @@ def test_bf12_split_holds_float32_bit_for_bit_across_rounding_up() -> None:
     near = torch.tensor([2.0**e for e in range(-9, 9)])
     x = torch.cat([near, near * (1 - 2.0**-24), near * (1 - 2.0**-9), near * (1 + 2.0**-23), near * (1 - 2.0**-8)])
     x = torch.cat([x, -x, torch.tensor([508.0, 0.0, -0.0])]).repeat(2)[:256]
-    storage, low, exponents = torch.empty(256, dtype=BF12), torch.empty(256, dtype=torch.int16), scales_for(BF12, 256)
-    ops.encode_(storage, x, low=low, exponents=exponents)
-    assert exponents is not None
-    assert exponents[0] == 0
-    back, normal = ops.decode(storage, low, exponents), x.abs() >= 2.0**-6
+    storage, low, scales = torch.empty(256, dtype=BF12), torch.empty(256, dtype=torch.int16), scales_for(BF12, 256)
+    ops.encode_(storage, x, low=low, scales=scales)
+    assert scales is not None
+    assert scales[0] == 0
+    back, normal = ops.decode(storage, low, scales), x.abs() >= 2.0**-6
     assert torch.equal(back[normal], x[normal])
     assert torch.all((back - x).abs() <= 2.0**-30)
     assert torch.equal(back.signbit(), x.signbit())
@@ -167,9 +167,9 @@ def test_bf12_keeps_nan_and_saturates() -> None:
     x = torch.zeros(256)
     x[:5] = torch.tensor([float("nan"), float("inf"), -float("inf"), 400.0, -1.0])
     for low in (None, torch.empty(256, dtype=torch.int16)):
-        storage, exponents = torch.empty(256, dtype=BF12), scales_for(BF12, 256)
-        ops.encode_(storage, x, low=low, exponents=exponents)
-        back = ops.decode(storage, low, exponents)
+        storage, scales = torch.empty(256, dtype=BF12), scales_for(BF12, 256)
+        ops.encode_(storage, x, low=low, scales=scales)
+        back = ops.decode(storage, low, scales)
         assert back[0].isnan()
         assert back[1:5].tolist() == [508.0, -508.0, 400.0, -1.0]
 
@@ -177,21 +177,21 @@ def test_bf12_keeps_nan_and_saturates() -> None:
 def test_fp8_exponent_puts_the_largest_into_the_top_binade() -> None:
     for scale in (1e-20, 3e-5, 0.02, 1.0, 448.0, 449.0, 7e8):
         x = torch.linspace(-scale, scale, 256)
-        exponents = torch.empty(1, dtype=torch.int8)
-        ops.encode_(torch.empty(256, dtype=FP8), x, exponents=exponents)
-        top = scale * 2.0 ** -int(exponents[0])
+        scales = torch.empty(1, dtype=torch.int8)
+        ops.encode_(torch.empty(256, dtype=FP8), x, scales=scales)
+        top = scale * 2.0 ** -int(scales[0])
         assert 224 < top <= 448, scale
 
 
 def test_fp8_all_zero_group_waits_for_its_first_update() -> None:
-    storage, exponents = torch.empty(256, dtype=FP8), torch.empty(1, dtype=torch.int8)
-    ops.encode_(storage, torch.zeros(256), exponents=exponents)
-    assert int(exponents[0]) == formats.MIN_EXPONENT
-    assert torch.equal(ops.decode(storage, None, exponents), torch.zeros(256))
+    storage, scales = torch.empty(256, dtype=FP8), torch.empty(1, dtype=torch.int8)
+    ops.encode_(storage, torch.zeros(256), scales=scales)
+    assert int(scales[0]) == formats.MIN_EXPONENT
+    assert torch.equal(ops.decode(storage, None, scales), torch.zeros(256))
 
 
 def test_wrong_storage_is_refused() -> None:
     with pytest.raises(ValueError, match=r"stored as one of float32, bfloat16.*got torch\.float64"):
         ops.encode_(torch.empty(4, dtype=torch.float64), torch.zeros(4))
-    with pytest.raises(ValueError, match="float8_e4m3fn storage needs exponents"):
+    with pytest.raises(ValueError, match="float8_e4m3fn storage needs scales"):
         ops.decode(torch.empty(4, dtype=FP8))

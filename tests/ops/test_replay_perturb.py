@@ -118,8 +118,8 @@ def test_a_skipped_step_changes_nothing(dtype: torch.dtype) -> None:
     replay(flat, flat, log=log, num_entries=1, step=6, fold=True)
     for segment in SEGMENTS:
         assert torch.equal(flat.values(segment), before.values(segment))
-    if flat.exponents is not None and before.exponents is not None:
-        assert torch.equal(flat.exponents, before.exponents)
+    if flat.scales is not None and before.scales is not None:
+        assert torch.equal(flat.scales, before.scales)
 
 
 @pytest.mark.parametrize("dtype", STORAGE_DTYPES)
@@ -127,7 +127,7 @@ def test_a_skipped_step_changes_nothing(dtype: torch.dtype) -> None:
 def test_frozen_segments_are_copied_and_padding_is_untouched(dtype: torch.dtype, master: bool) -> None:
     source = Flat.make(dtype, master=master)
     target = source.clone()
-    for plane in (target.storage, target.low, target.exponents):
+    for plane in (target.storage, target.low, target.scales):
         if plane is not None:
             plane.fill_(CANARY)
     out = torch.full_like(source.storage, CANARY, dtype=torch.float32)
@@ -175,7 +175,7 @@ def test_stochastic_folds_follow_small_updates_in_the_mean_and_nearest_does_not(
         for i in range(folds):
             log = make_log([(i, [decay], [0.0])])
             replay(flat, flat, log=log, num_entries=1, step=i, fold=fold, rounding=rounding)
-        drift[rounding] = (ops.decode(flat.storage, None, flat.exponents) - 1.25).mean().item()
+        drift[rounding] = (ops.decode(flat.storage, None, flat.scales) - 1.25).mean().item()
     expected = 1.25 * (decay**folds - 1)
     spread = ulp * (folds * 0.25 / numel) ** 0.5
     assert drift["nearest"] == 0.0
@@ -238,7 +238,7 @@ def test_bf12_rounds_and_perturbs_as_bfloat16_does(fold: bool) -> None:
         out, pair = (torch.zeros(len(flat.storage), dtype=torch.bfloat16) for _ in range(2))
         log = make_log([(4, [0.999], [1e-3])])
         replay(flat, flat, log=log, num_entries=1, step=9, out=out, pair=pair, scale=1e-3, fold=fold)
-        found.append([plane[:5000] for plane in (out, pair, ops.decode(flat.storage, None, flat.exponents))])
+        found.append([plane[:5000] for plane in (out, pair, ops.decode(flat.storage, None, flat.scales))])
     same = found[0][2].abs() > 0.1 * 2.0**-13
     assert same.float().mean() > 0.99
     for ours, theirs in zip(found[1], found[0], strict=True):
@@ -249,8 +249,8 @@ def test_bf12_rounds_and_perturbs_as_bfloat16_does(fold: bool) -> None:
 def test_exponents_grow_on_overflow_and_never_shrink(dtype: torch.dtype) -> None:
     x = torch.cat([torch.full((256,), 1.0), torch.full((256,), 2.0**-12), torch.zeros(256)])
     flat = Flat.of(x, dtype)
-    assert flat.exponents is not None
-    exponents = exponents_of(ops.storage_format(dtype), flat.exponents)
+    assert flat.scales is not None
+    exponents = exponents_of(ops.storage_format(dtype), flat.scales)
     first = exponents.clone()
 
     def fold(decay: float, coefficient: float, step: int) -> None:
@@ -261,11 +261,11 @@ def test_exponents_grow_on_overflow_and_never_shrink(dtype: torch.dtype) -> None
     assert torch.equal(exponents, first)
     fold(16.0, 0.0, 2)
     assert exponents.tolist() == [first[0] + 2, first[1] + 2, first[2]]
-    assert torch.equal(ops.decode(flat.storage, None, flat.exponents), x * 4)
+    assert torch.equal(ops.decode(flat.storage, None, flat.scales), x * 4)
     fold(1.0, 1e-3, 3)
     z = ops.noise(SEED, 3, 0, 512, 256)
     assert exponents[2] > first[2]  # the group of zeros took the scale of its first update
-    torch.testing.assert_close(ops.decode(flat.storage, None, flat.exponents)[512:], -1e-3 * z, rtol=0.13, atol=1e-5)
+    torch.testing.assert_close(ops.decode(flat.storage, None, flat.scales)[512:], -1e-3 * z, rtol=0.13, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +282,7 @@ def test_exponents_grow_on_overflow_and_never_shrink(dtype: torch.dtype) -> None
             "pass the log's own num_directions",
         ),
         ({"num_entries": 1, "log": torch.zeros(2, 4)}, "a log row must have"),
-        ({"exponents_in": torch.zeros(1, dtype=torch.int8)}, "exponents_in must be passed with float8"),
+        ({"scales_in": torch.zeros(1, dtype=torch.int8)}, "scales_in must be passed with float8"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:

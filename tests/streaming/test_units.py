@@ -60,7 +60,7 @@ def decoded(unit: Unit) -> list[torch.Tensor]:
     """Every parameter's stored value in float32, in `placed` order."""
     found = []
     for part, planes in zip(unit.parts, unit.planes(unit.store_buffer, unit.low_buffer), strict=True):
-        plane = ops.decode(planes.storage, planes.low, planes.exponents)
+        plane = ops.decode(planes.storage, planes.low, planes.scales)
         found += [placed.view(plane) for placed in part.placed]
     return found
 
@@ -104,9 +104,9 @@ def test_planes_are_aligned_and_disjoint(wire: torch.dtype) -> None:
             assert view.data_ptr() % ALIGNMENT_NBYTES == 0
             at = view.data_ptr() - unit.store_buffer.data_ptr()
             taken[at : at + view.numel() * part.wire.itemsize] += 1
-        if planes.exponents is not None:
-            at = planes.exponents.data_ptr() - unit.store_buffer.data_ptr()
-            taken[at : at + planes.exponents.numel() * planes.exponents.itemsize] += 1
+        if planes.scales is not None:
+            at = planes.scales.data_ptr() - unit.store_buffer.data_ptr()
+            taken[at : at + planes.scales.numel() * planes.scales.itemsize] += 1
     assert int(taken.max()) == 1
 
 
