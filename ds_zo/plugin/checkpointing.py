@@ -230,12 +230,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                 custom_load_fn(src=dict(source), dst=self.module)
             return load_dir, {}
         if found is None or not is_ours(folder, found):
-            if found is not None and not any((folder / found).glob("*model_states.pt")):  # the name of DeepSpeed's
-                raise CheckpointError(
-                    f"there is no complete checkpoint {folder / found}; {suggest_complete(folder, but=found)}"
-                )
-            if found is None and "no other" not in (suggestion := suggest_complete(folder, but="")):
-                logger.warning(f"ds_zo: {folder} has no file `latest`; {suggestion}")
+            _check_is_deepspeeds(folder, found)
             scheduler_state = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
             with plain_loading(self.checkpoint_engine, scheduler_state=scheduler_state):
                 loaded: tuple[str | None, dict[str, Any] | None] = super().load_checkpoint(
@@ -255,21 +250,7 @@ class CheckpointingEngine(DeepSpeedEngine):
                 "with load_optimizer_states=True: pass load_optimizer_states=False too (custom_load_fn)"
             )
         saved = self._on_all_ranks(lambda: open_checkpoint(folder, found, verify=self._writes, progress=self._writes))
-        if resume and saved.manifest.backend != self.resolved.backend:
-            raise CheckpointError(
-                f"a checkpoint resumes with the backend that wrote it, got {saved.folder} of backend "
-                f"{saved.manifest.backend} in an engine of backend {self.resolved.backend}: "
-                "load_optimizer_states=False loads its weights and counters alone, and from_pretrained loads a folder "
-                "that `ds-zo export` makes"
-            )
-        with reading_content(saved.folder, "its state"):
-            _check_engine_state(saved.engine_state)
-            if resume and (mine := self._own_window(saved.engine_state)) is not None:
-                self.backend.check_rank_state(mine["backend"])
-        self._check_adapters(saved, resume=resume)
-        groups = saved.engine_state["common"]["optimizer"]["param_groups"]
-        if resume:
-            _check_groups(self.optimizer, groups)
+        self._check_saved(saved, resume=resume)
         logs = self._read_logs(folder) if resume else []
         if custom_load_fn is not None:
             weights = dict(saved_weights(saved)[1])
@@ -290,12 +271,30 @@ class CheckpointingEngine(DeepSpeedEngine):
             self._load_counters(saved, load_lr_scheduler_states)
             self._load_window(saved.engine_state, resume=resume)
         if resume:
+            groups = saved.engine_state["common"]["optimizer"]["param_groups"]
             for group, values in zip(self.optimizer.param_groups, groups, strict=True):
                 group.update({name: value for name, value in values.items() if name not in ("params", "param_names")})
             self._load_random_states(saved.engine_state["ranks"])
             # Trainer would make replayed steps a second time: it does not know that they are made.
             self._continue_trajectory(saved, folder, logs, newest=tag is None and not is_trainers(folder))
         return str(saved.folder), client
+
+    def _check_saved(self, saved: Saved, *, resume: bool) -> None:
+        """Raises if the checkpoint could not be loaded, before anything is loaded."""
+        if resume and saved.manifest.backend != self.resolved.backend:
+            raise CheckpointError(
+                f"a checkpoint resumes with the backend that wrote it, got {saved.folder} of backend "
+                f"{saved.manifest.backend} in an engine of backend {self.resolved.backend}: "
+                "load_optimizer_states=False loads its weights and counters alone, and from_pretrained loads a folder "
+                "that `ds-zo export` makes"
+            )
+        with reading_content(saved.folder, "its state"):
+            _check_engine_state(saved.engine_state)
+            if resume and (mine := self._own_window(saved.engine_state)) is not None:
+                self.backend.check_rank_state(mine["backend"])
+        self._check_adapters(saved, resume=resume)
+        if resume:
+            _check_groups(self.optimizer, saved.engine_state["common"]["optimizer"]["param_groups"])
 
     def _check_adapters(self, saved: Saved, *, resume: bool) -> None:
         """Raises if a resumed run has other settings of PEFT than the saved one; warns if only weights are loaded."""
@@ -538,6 +537,14 @@ def _check_engine_state(state: Mapping[str, Any]) -> None:
             raise TypeError("the state of a rank has values of other types")
         if rank["window_loss"] is not None and rank["window_loss"].numel() != 1:
             raise ValueError("the window_loss of a rank is not one number")
+
+
+def _check_is_deepspeeds(folder: Path, tag: str | None) -> None:
+    """Raises if `tag` has no checkpoint of DeepSpeed, and warns if there is no tag, where DeepSpeed loads nothing."""
+    if tag is not None and not any((folder / tag).glob("*model_states.pt")):  # the name of DeepSpeed's
+        raise CheckpointError(f"there is no complete checkpoint {folder / tag}; {suggest_complete(folder, but=tag)}")
+    if tag is None and "no other" not in (suggestion := suggest_complete(folder, but="")):
+        logger.warning(f"ds_zo: {folder} has no file `latest`; {suggestion}")
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
