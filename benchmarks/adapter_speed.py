@@ -29,7 +29,7 @@ from torch import nn
 from benchmarks.training_case import TrainingCase, token_ids
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise
-from ds_zo.ops import PIECE_NUMEL, nf4
+from ds_zo.ops import CHUNK_NUMEL, nf4
 from ds_zo.planner import plan
 from ds_zo.planner.models import DTYPES
 from ds_zo.planner.shapes import RANDOM
@@ -180,8 +180,8 @@ def _repeat_first_block(model: Any) -> dict[str, nf4.Quantised]:
             return draw(name)
         rest = name.removeprefix(block)
         if rest not in kept:
-            pieces = [nf4.quantise(piece) for piece in draw(blocks[0] + rest).view(-1).split(PIECE_NUMEL)]
-            packed, absmax = (torch.cat(planes) for planes in zip(*pieces, strict=True))
+            chunks = [nf4.quantise(chunk) for chunk in draw(blocks[0] + rest).view(-1).split(CHUNK_NUMEL)]
+            packed, absmax = (torch.cat(planes) for planes in zip(*chunks, strict=True))
             kept[rest] = nf4.Quantised(packed, absmax, shapes[name])
         return kept[rest]
 

@@ -22,7 +22,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle  # noqa: E402
 
-from ds_zo.streaming.schedule import NUM_PIECES, Kind, sweep  # noqa: E402
+from ds_zo.streaming.schedule import NUM_CHUNKS, Kind, sweep  # noqa: E402
 
 PICTURES = REPO / "docs" / "pictures"
 WIDTH_IN = 5.0
@@ -167,7 +167,7 @@ def _streaming(axes: Axes) -> None:
         if action.kind is Kind.COMPUTE:
             slot_free[action.slot] = end
         elif action.kind is Kind.DOWNLOAD:
-            slot_free[action.slot] = begin + DOWNLOAD_S / NUM_PIECES
+            slot_free[action.slot] = begin + DOWNLOAD_S / NUM_CHUNKS
         y, colour = lanes[action.kind]
         _box(axes, left + scale * begin, y, scale * (end - begin) - 0.04, 0.38, str(action.block), colour)
     axes.text(2.5, 3.3, "Six blocks, two slots on the GPU", ha="center", va="center", weight="bold")

@@ -36,7 +36,7 @@ class Manifest:
     saved_unix_s: float
     ds_zo_version: str
     weights_sha256: str
-    """Hash over the hashes of all pieces with a key. It does not depend on the order of files."""
+    """Hash over the hashes of all weights files with a key. It does not depend on the order of files."""
     files: Mapping[str, Written]
 
     def to_json(self) -> dict[str, Any]:

@@ -16,14 +16,14 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Piece:
+class WeightsFile:
     """Tensors that are written to one file. They are kept in memory until that is done."""
 
     tensors: Callable[[], Mapping[str, torch.Tensor]]
     """Returns contiguous tensors in host memory, by name. The writer calls it, perhaps in another thread."""
     nbytes: int
     key: str = ""
-    """Identifies the piece in the hash of all weights. A piece with an empty key is not part of that hash."""
+    """Identifies the file in the hash of all weights. A file with an empty key is not part of that hash."""
     written: Callable[[], None] = _nothing
     """Called when the tensors are not needed any more, whether they were written or not."""
 
@@ -32,23 +32,23 @@ class Piece:
 class Snapshot:
     """A backend's state at one step. A snapshot made with `hold` does not change while training continues."""
 
-    pieces: Sequence[Piece]
-    """File `weights-00000.safetensors` is the first piece, in whichever order they are written."""
+    weights_files: Sequence[WeightsFile]
+    """File `weights-00000.safetensors` is the first one, in whichever order they are written."""
     state: Callable[[], dict[str, Any]]
     """Returns plain data and small tensors. The writer calls it, so that numbers on the device need not be ready when
     the snapshot is made."""
     order: Sequence[int] | None = None
-    """Indices of the pieces in the order of writing, those first that training changes soonest; None: as listed."""
+    """Indices of the files in the order of writing, those first that training changes soonest; None: as listed."""
     is_as_replayed: bool = True
     """Whether a replay of the recorded steps would store the same bytes, so that their hash can check the replay."""
 
     def abandon(self) -> None:
-        """Releases the memory of all pieces."""
-        for piece in self.pieces:
-            piece.written()
+        """Releases the memory of all files."""
+        for weights_file in self.weights_files:
+            weights_file.written()
 
 
-_PIECE_NBYTES = 512 * 2**20
+_FILE_NBYTES = 512 * 2**20
 _ATOMS = frozenset({bool, int, float, str, bytes})
 
 
@@ -69,23 +69,23 @@ def without_aliases(state_dict: Mapping[str, Any]) -> tuple[dict[str, torch.Tens
     return tensors, aliases
 
 
-def module_pieces(tensors: Mapping[str, torch.Tensor], *, hold: bool) -> list[Piece]:
-    """The tensors in pieces of about half a GiB. With `hold` they are copied now."""
+def module_files(tensors: Mapping[str, torch.Tensor], *, hold: bool) -> list[WeightsFile]:
+    """The tensors in files of about half a GiB. With `hold` they are copied now."""
     groups: list[dict[str, torch.Tensor]] = []
     room = 0
     for name, value in tensors.items():
         nbytes = value.numel() * value.element_size()
         if not groups or nbytes > room:
             groups.append({})
-            room = _PIECE_NBYTES
+            room = _FILE_NBYTES
         groups[-1][name] = value.to("cpu", copy=True) if hold else value
         room -= nbytes
 
-    def piece(members: Mapping[str, torch.Tensor]) -> Piece:
+    def weights_file(members: Mapping[str, torch.Tensor]) -> WeightsFile:
         nbytes = sum(value.numel() * value.element_size() for value in members.values())
-        return Piece(lambda: {name: value.cpu().contiguous() for name, value in members.items()}, nbytes)
+        return WeightsFile(lambda: {name: value.cpu().contiguous() for name, value in members.items()}, nbytes)
 
-    return [piece(members) for members in groups]
+    return [weights_file(members) for members in groups]
 
 
 def host_copy(value: Any) -> Any:

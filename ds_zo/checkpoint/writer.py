@@ -129,15 +129,15 @@ def _check_whole(folder: Path, manifest: Manifest) -> None:
 
 
 def _write_files(save: SaveRequest, folder: Path) -> Manifest:
-    pieces = save.snapshot.pieces
-    order = save.snapshot.order or range(len(pieces))
-    nbytes = sum(piece.nbytes for piece in pieces)
+    contents = save.snapshot.weights_files
+    order = save.snapshot.order or range(len(contents))
+    nbytes = sum(content.nbytes for content in contents)
     with progress_bar(f"saving {save.tag}", nbytes=nbytes, shown=save.progress) as advance:
 
         def write(index: int) -> tuple[str, files.Written]:
             name = weights_file(index)
-            record = files.write_tensors(folder / name, pieces[index].tensors(), progress=advance)
-            pieces[index].written()
+            record = files.write_tensors(folder / name, contents[index].tensors(), progress=advance)
+            contents[index].written()
             return name, record
 
         written = dict(in_threads(write, order, threads=save.threads, name="ds_zo-write"))
@@ -158,7 +158,7 @@ def _write_files(save: SaveRequest, folder: Path) -> Manifest:
         saved_unix_s=time.time(),
         ds_zo_version=save.ds_zo_version,
         weights_sha256=files.hash_json(
-            {piece.key: written[weights_file(i)].sha256 for i, piece in enumerate(pieces) if piece.key}
+            {content.key: written[weights_file(i)].sha256 for i, content in enumerate(contents) if content.key}
         ),
         files=dict(sorted(written.items())),
     )

@@ -10,7 +10,7 @@ import torch
 
 from ds_zo.ops import mxfp4, nf4
 from ds_zo.ops.bit_sums import bit_sum, sum_in_form, value_sum
-from ds_zo.ops.codecs import PIECE_NUMEL, copy_staged_, decode, encode_
+from ds_zo.ops.codecs import CHUNK_NUMEL, copy_staged_, decode, encode_
 from ds_zo.ops.formats import FORMATS, Format, rounding_std, storage_format
 from ds_zo.ops.mxfp4 import MXFP4
 from ds_zo.ops.nf4 import NF4
@@ -22,11 +22,11 @@ from ds_zo.ops.schema import KernelCall, Rounding
 from ds_zo.ops.segments import SEGMENT_ALIGNMENT, Segment, SegmentTable, build_table
 
 __all__ = [
+    "CHUNK_NUMEL",
     "MXFP4",
     "NF4",
     "NOISE_VERSION",
     "PACKED",
-    "PIECE_NUMEL",
     "SEGMENT_ALIGNMENT",
     "Distribution",
     "Format",

@@ -14,7 +14,7 @@ import torch
 from ds_zo.ops.nf4 import NF4, Quantised
 
 _ROW_NUMEL = 4096
-_PIECE_NUMEL = 1024 * _ROW_NUMEL
+_CHUNK_NUMEL = 1024 * _ROW_NUMEL
 """Words of 32 bits that one thread, or one call on a device, adds up at a time."""
 
 
@@ -25,12 +25,12 @@ def bit_sum(tensor: torch.Tensor) -> int:
     num_words = data.numel() // 4
     add = _add_rows if data.device.type == "cpu" else _add_rows_on_device
     words = data[: 4 * num_words]
-    pieces = [words[start : start + 4 * _PIECE_NUMEL] for start in range(0, words.numel(), 4 * _PIECE_NUMEL)]
-    if len(pieces) > 1 and data.device.type == "cpu":
+    chunks = [words[start : start + 4 * _CHUNK_NUMEL] for start in range(0, words.numel(), 4 * _CHUNK_NUMEL)]
+    if len(chunks) > 1 and data.device.type == "cpu":
         with ThreadPoolExecutor() as threads:
-            rows = list(threads.map(add, pieces))
+            rows = list(threads.map(add, chunks))
     else:
-        rows = [add(piece) for piece in pieces]
+        rows = [add(chunk) for chunk in chunks]
     rest = int.from_bytes(bytes(data[4 * num_words :].tolist()), "little")
     sums = np.concatenate([*rows, np.array([rest], dtype=np.int64)])
     return int(np.dot(sums, _weights(_ROW_NUMEL, len(sums)))) % 2**64

@@ -26,7 +26,7 @@ from ds_zo.ops.formats import (
 )
 from ds_zo.ops.segments import LANE_NUMEL, SEGMENT_ALIGNMENT
 
-PIECE_NUMEL = 1 << 24
+CHUNK_NUMEL = 1 << 24
 """Elements encoded on a device at a time, so that temporaries stay small compared with a step's memory."""
 _BFLOAT16_NAN = 0x7FC0
 
@@ -48,8 +48,8 @@ def encode_(
     _check_scales(storage, scales)
     if values.is_cuda:
         flat = values.detach().reshape(-1)
-        for start in range(0, flat.numel(), PIECE_NUMEL):
-            at = slice(start, min(start + PIECE_NUMEL, flat.numel()))
+        for start in range(0, flat.numel(), CHUNK_NUMEL):
+            at = slice(start, min(start + CHUNK_NUMEL, flat.numel()))
             encode_on_device_(
                 storage[at],
                 flat[at].float(),
@@ -77,9 +77,9 @@ def encode_(
 
 
 def copy_staged_(target: torch.Tensor, values: torch.Tensor) -> None:
-    """target.copy_(values); from CUDA to the host it copies piece by piece through a pinned buffer.
+    """target.copy_(values); from CUDA to the host it copies chunk by chunk through a pinned buffer.
 
-    In a buffer that ranks share each rank has pinned only its own piece, and CUDA refuses to copy to partly pinned
+    In a buffer that ranks share each rank has pinned only its own shard, and CUDA refuses to copy to partly pinned
     memory. `is_pinned` cannot tell: for a view it answers for the first byte of the storage. Copies through new
     pageable memory are slow: 13 GB take 15 s on an H200.
     """
@@ -87,10 +87,10 @@ def copy_staged_(target: torch.Tensor, values: torch.Tensor) -> None:
         target.copy_(values)
         return
     values, target = values.reshape(-1), target.view(-1)
-    staging = torch.empty(min(values.numel(), PIECE_NUMEL), dtype=values.dtype, pin_memory=True)
-    for start in range(0, values.numel(), PIECE_NUMEL):
-        piece = values[start : start + PIECE_NUMEL]
-        target[start : start + PIECE_NUMEL].copy_(staging[: piece.numel()].copy_(piece))
+    staging = torch.empty(min(values.numel(), CHUNK_NUMEL), dtype=values.dtype, pin_memory=True)
+    for start in range(0, values.numel(), CHUNK_NUMEL):
+        chunk = values[start : start + CHUNK_NUMEL]
+        target[start : start + CHUNK_NUMEL].copy_(staging[: chunk.numel()].copy_(chunk))
 
 
 def encode_on_device_(

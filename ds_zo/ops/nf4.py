@@ -40,7 +40,7 @@ NF4 = Format("nf4", torch.bits4x2, 0, 0.0, 1.0, torch.float32, 1, group_numel=GR
 """Not one of `FORMATS`: no update is ever stored in it."""
 
 _SMALLEST_ABSMAX = 1e-38
-_PIECE_NUMEL = 1 << 20
+_CHUNK_NUMEL = 1 << 20
 """Elements decoded at a time on a CPU, so that temporaries stay small."""
 
 
@@ -97,12 +97,12 @@ def dequantise_(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor) -
     """Writes the values of `packed` to `out`, in its dtype. All tensors are flat and on the CPU."""
     index = torch.arange(256)
     pairs = torch.tensor(CODE)[torch.stack([index >> 4, index & 15], dim=1)]
-    for start in range(0, out.numel(), _PIECE_NUMEL):
-        piece = out[start : start + _PIECE_NUMEL]
-        end = start + piece.numel()
-        code = pairs.index_select(0, packed[start // 2 : -(-end // 2)].int()).view(-1)[: piece.numel()]
+    for start in range(0, out.numel(), _CHUNK_NUMEL):
+        chunk = out[start : start + _CHUNK_NUMEL]
+        end = start + chunk.numel()
+        code = pairs.index_select(0, packed[start // 2 : -(-end // 2)].int()).view(-1)[: chunk.numel()]
         factors = absmax[start // GROUP_NUMEL : -(-end // GROUP_NUMEL)].repeat_interleave(GROUP_NUMEL)
-        piece.copy_(code.mul_(factors[: piece.numel()]))
+        chunk.copy_(code.mul_(factors[: chunk.numel()]))
 
 
 def check(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor) -> None:

@@ -71,20 +71,20 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 
 
 def _runs(segments: tuple[Segment, ...]) -> Iterator[list[Segment]]:
-    """Lists of pieces of segments with consecutive offsets, at most RUN_NUMEL elements each. Many small parameters thus
-    share one draw of noise."""
+    """Lists of segments with consecutive offsets, at most RUN_NUMEL elements each. Longer segments are cut. Many small
+    parameters thus share one draw of noise."""
     run: list[Segment] = []
     numel = 0
     for s in segments:
         for skip in range(0, s.numel, RUN_NUMEL):
             numel_here = min(RUN_NUMEL, s.numel - skip)
-            piece = replace(s, start=s.start + skip, numel=numel_here, offset=s.offset + skip)
-            follows_on = run and run[-1].offset + run[-1].numel == piece.offset
-            if run and (not follows_on or numel + piece.numel > RUN_NUMEL):
+            segment = replace(s, start=s.start + skip, numel=numel_here, offset=s.offset + skip)
+            follows_on = run and run[-1].offset + run[-1].numel == segment.offset
+            if run and (not follows_on or numel + segment.numel > RUN_NUMEL):
                 yield run
                 run, numel = [], 0
-            run.append(piece)
-            numel += piece.numel
+            run.append(segment)
+            numel += segment.numel
     if run:
         yield run
 
@@ -127,36 +127,36 @@ class _Draws:
 def _process_run(call: KernelCall, entries: list[Entry], run: list[Segment]) -> None:
     draws = _Draws(call, run)
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity pass through as they do on a GPU
-        for pieces in _joined(run, call.format):
-            if len(pieces) > 1:
-                _process_as_one(call, entries, draws, pieces)
-            elif pieces[0].trainable:
-                _process(call, entries, draws, pieces[0])
+        for segments in _joined(run, call.format):
+            if len(segments) > 1:
+                _process_as_one(call, entries, draws, segments)
+            elif segments[0].trainable:
+                _process(call, entries, draws, segments[0])
             else:
-                _copy_frozen(call, pieces[0])
+                _copy_frozen(call, segments[0])
 
 
 def _joined(run: list[Segment], fmt: Format) -> Iterator[list[Segment]]:
     """Splits a run into lists of neighbours that are processed as one. Scaled formats have one segment in each list,
     because scales depend on positions in the flat tensor."""
-    pieces: list[Segment] = []
+    segments: list[Segment] = []
     numel = 0
-    for piece in run:
-        alike = pieces and piece.trainable and pieces[0].trainable and piece.group == pieces[0].group
-        alike = alike and piece.still == pieces[0].still == (0, 0)
-        if pieces and (not alike or fmt.scaled or numel + piece.numel > JOINED_NUMEL):
-            yield pieces
-            pieces, numel = [], 0
-        pieces.append(piece)
-        numel += piece.numel
-    yield pieces
+    for segment in run:
+        alike = segments and segment.trainable and segments[0].trainable and segment.group == segments[0].group
+        alike = alike and segment.still == segments[0].still == (0, 0)
+        if segments and (not alike or fmt.scaled or numel + segment.numel > JOINED_NUMEL):
+            yield segments
+            segments, numel = [], 0
+        segments.append(segment)
+        numel += segment.numel
+    yield segments
 
 
-def _process_as_one(call: KernelCall, entries: list[Entry], draws: _Draws, pieces: list[Segment]) -> None:
+def _process_as_one(call: KernelCall, entries: list[Entry], draws: _Draws, segments: list[Segment]) -> None:
     """Processes many small segments with the numpy calls of one: concatenates their elements, and copies the results
     back to each segment."""
-    places = [slice(piece.start, piece.start + piece.numel) for piece in pieces]
-    numel = sum(piece.numel for piece in pieces)
+    places = [slice(segment.start, segment.start + segment.numel) for segment in segments]
+    numel = sum(segment.numel for segment in segments)
 
     def gathered(plane: torch.Tensor | None) -> torch.Tensor | None:
         if plane is None:
@@ -172,7 +172,7 @@ def _process_as_one(call: KernelCall, entries: list[Entry], draws: _Draws, piece
         if (plane := getattr(call, name)) is not None
     }
     one = replace(call, src=src.view(call.src.dtype), low_in=low_in, **written)
-    _process(one, entries, draws, Segment(0, numel, pieces[0].offset, pieces[0].group))
+    _process(one, entries, draws, Segment(0, numel, segments[0].offset, segments[0].group))
     for name, values in written.items():
         to, bits, first = _raw(getattr(call, name)), _raw(values), 0
         for at in places:
@@ -185,16 +185,16 @@ def _raw(plane: torch.Tensor) -> NDArray[Any]:
     return (plane.view(torch.int16) if plane.dtype == torch.bfloat16 else plane).numpy()
 
 
-def _process(call: KernelCall, entries: list[Entry], draws: _Draws, piece: Segment) -> None:
-    at = slice(piece.start, piece.start + piece.numel)
-    cut = slice(piece.offset - draws.offset, piece.offset - draws.offset + piece.numel)
+def _process(call: KernelCall, entries: list[Entry], draws: _Draws, segment: Segment) -> None:
+    at = slice(segment.start, segment.start + segment.numel)
+    cut = slice(segment.offset - draws.offset, segment.offset - draws.offset + segment.numel)
     x = _decode(call, at, with_low=True)
     for entry in entries:
         # Each product is rounded before it is subtracted, so a call with k entries gives the bits of k calls with one.
-        x = x * entry.decay[piece.group]
+        x = x * entry.decay[segment.group]
         for direction in range(call.num_directions):
-            z = _without_still(draws.noise(step=entry.step, direction=direction).z[cut], piece)
-            x -= z * entry.coefficient[piece.group, direction]
+            z = _without_still(draws.noise(step=entry.step, direction=direction).z[cut], segment)
+            x -= z * entry.coefficient[segment.group, direction]
 
     perturbs = call.out is not None and call.scale != 0.0
     if call.stores:
@@ -207,7 +207,7 @@ def _process(call: KernelCall, entries: list[Entry], draws: _Draws, piece: Segme
         store_(call.out[at], round_to(fmt, x))
         return
     z, dither = draws.noise_here()
-    move = _without_still(z[cut], piece) * np.float32(call.scale)
+    move = _without_still(z[cut], segment) * np.float32(call.scale)
     if call.rounds_out:
         assert dither is not None
         addend = _copy_addend(call, dither[cut], fmt)
@@ -216,16 +216,16 @@ def _process(call: KernelCall, entries: list[Entry], draws: _Draws, piece: Segme
         store_(call.pair[at], round_to(fmt, x - move, addend))
 
 
-def _without_still(z: Floats, piece: Segment) -> Floats:
-    first, end = (min(max(offset - piece.offset, 0), piece.numel) for offset in piece.still)
+def _without_still(z: Floats, segment: Segment) -> Floats:
+    first, end = (min(max(offset - segment.offset, 0), segment.numel) for offset in segment.still)
     if first < end:
         z = z.copy()  # the draw is cached for other segments
         z[first:end] = 0.0
     return z
 
 
-def _copy_frozen(call: KernelCall, piece: Segment) -> None:
-    at = slice(piece.start, piece.start + piece.numel)
+def _copy_frozen(call: KernelCall, segment: Segment) -> None:
+    at = slice(segment.start, segment.start + segment.numel)
     clean = None if call.out is None else _decode(call, at, with_low=call.dst is None)
     for to, source, where in (
         (call.dst, call.src, at),

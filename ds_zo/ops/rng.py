@@ -128,16 +128,16 @@ def _words(stream: _Stream, first_block: int, num_blocks: int) -> tuple[Words, W
     return philox4x32((blocks, first_block >> 32, stream.step, stream.purpose), stream.key)
 
 
-def _unpack(stream: _Stream, offset: int, numel: int, piece: np.dtype[Any]) -> Words:
-    """Consecutive pieces (bytes, half words or words) of the 128-bit blocks, one for each offset."""
-    pieces_per_block = 16 // piece.itemsize
-    first = offset // pieces_per_block
-    num_blocks = -(-(offset + numel) // pieces_per_block) - first
+def _unpack(stream: _Stream, offset: int, numel: int, field: np.dtype[Any]) -> Words:
+    """Consecutive fields (bytes, half words or words) of the 128-bit blocks, one for each offset."""
+    fields_per_block = 16 // field.itemsize
+    first = offset // fields_per_block
+    num_blocks = -(-(offset + numel) // fields_per_block) - first
     words = np.empty((num_blocks, 4), dtype="<u4")
     for j, word in enumerate(_words(stream, first, num_blocks)):
         words[:, j] = word
-    skip = offset - first * pieces_per_block
-    return words.reshape(-1).view(piece)[skip : skip + numel]
+    skip = offset - first * fields_per_block
+    return words.reshape(-1).view(field)[skip : skip + numel]
 
 
 def _draw_normal(stream: _Stream, offset: int, numel: int, with_dither: bool) -> NoiseDraw:

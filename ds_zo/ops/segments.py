@@ -82,14 +82,14 @@ def build_table(segments: Sequence[Segment], device: torch.device | str) -> Segm
     """Check the segments and make the chunk table on the device. Call it once for a flat tensor, not in every step."""
     ordered = tuple(sorted((s for s in segments if s.numel > 0), key=lambda s: s.start))
     _check(ordered)
-    pieces = [piece for segment in ordered for piece in _split(segment)]
+    parts = [part for segment in ordered for part in _split(segment)]
     chunk = chunk_numel(sum(segment.numel for segment in ordered))
     rows: list[torch.Tensor] = []
     still: list[tuple[int, int]] = []
     ranges: list[ChunkRange] = []
     first = 0
     for trainable, vector in ((True, True), (True, False), (False, True), (False, False)):
-        chosen = [s for s, is_vector in pieces if s.trainable is trainable and is_vector is vector]
+        chosen = [s for s, is_vector in parts if s.trainable is trainable and is_vector is vector]
         of_kind = [_chunk_rows(s, chunk) for s in chosen]
         if of_kind:
             for s, its_rows in zip(chosen, of_kind, strict=True):

@@ -197,11 +197,11 @@ def host_directions_(
     narrow = [k for k in range(len(grads)) if k not in wide]
     if narrow:
         torch._foreach_add_([moments[k].num_steps for k in narrow], 1.0)
-    pieces = (
-        _NarrowPiece((out[k], grads[k], moments[k].mean, moments[k].mean_square), moments[k].num_steps, coefs[k])
+    tensors = (
+        _Narrow((out[k], grads[k], moments[k].mean, moments[k].mean_square), moments[k].num_steps, coefs[k])
         for k in narrow
     )
-    for batch in _narrow_batches(pieces):
+    for batch in _narrow_batches(tensors):
         _narrow_directions_(batch, betas=betas, eps=eps, scratch=scratch)
     return norms
 
@@ -235,7 +235,7 @@ def _flat_directions_(flat: FlatTensors, *, betas: tuple[float, float], eps: flo
 
 
 @dataclass
-class _NarrowPiece:
+class _Narrow:
     """A tensor in 16 bits, or a part of one."""
 
     sides: tuple[torch.Tensor, ...]
@@ -249,32 +249,30 @@ class _NarrowPiece:
         return self.sides[0].numel()
 
 
-def _narrow_batches(pieces: Iterable[_NarrowPiece]) -> list[list[_NarrowPiece]]:
+def _narrow_batches(tensors: Iterable[_Narrow]) -> list[list[_Narrow]]:
     """Small tensors together ([Note: few torch calls]), and large ones in chunks ([Note: Adam in chunks])."""
-    batches: list[list[_NarrowPiece]] = []
+    batches: list[list[_Narrow]] = []
     room = 0
-    for piece in pieces:
-        num_parts = -(-piece.numel // max(1, _chunk_numel(piece.numel)))
+    for tensor in tensors:
+        num_parts = -(-tensor.numel // max(1, _chunk_numel(tensor.numel)))
         if num_parts > 1:
-            numel = -(-piece.numel // (num_parts * _ALIGNMENT)) * _ALIGNMENT  # equal parts but for the last
-            parts = zip(*(side.view(-1).split(numel) for side in piece.sides), strict=True)
-            batches += [[_NarrowPiece(part, piece.num_steps, piece.coef)] for part in parts]
+            numel = -(-tensor.numel // (num_parts * _ALIGNMENT)) * _ALIGNMENT  # equal parts but for the last
+            parts = zip(*(side.view(-1).split(numel) for side in tensor.sides), strict=True)
+            batches += [[_Narrow(part, tensor.num_steps, tensor.coef)] for part in parts]
             room = 0
-        elif piece.numel <= room:
-            batches[-1].append(piece)
-            room -= piece.numel
+        elif tensor.numel <= room:
+            batches[-1].append(tensor)
+            room -= tensor.numel
         else:
-            batches.append([piece])
-            room = _CHUNK_NUMEL * torch.get_num_threads() - piece.numel
+            batches.append([tensor])
+            room = _CHUNK_NUMEL * torch.get_num_threads() - tensor.numel
     return batches
 
 
-def _narrow_directions_(
-    batch: list[_NarrowPiece], *, betas: tuple[float, float], eps: float, scratch: HostScratch
-) -> None:
+def _narrow_directions_(batch: list[_Narrow], *, betas: tuple[float, float], eps: float, scratch: HostScratch) -> None:
     """`directions_` of tensors in 16 bits, whose steps have been counted."""
-    outs, grads, means, mean_squares = map(list, zip(*(piece.sides for piece in batch), strict=True))
-    steps, coefs = [piece.num_steps for piece in batch], [piece.coef for piece in batch]
+    outs, grads, means, mean_squares = map(list, zip(*(tensor.sides for tensor in batch), strict=True))
+    steps, coefs = [tensor.num_steps for tensor in batch], [tensor.coef for tensor in batch]
     wide, directions = scratch.get(tuple(grad.shape for grad in grads))
     torch._foreach_copy_(wide, grads)
     torch._foreach_zero_(directions)

@@ -31,7 +31,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Shards:
-    """Device memory under ZeRO stage 3: each rank keeps a piece of every block, gathers blocks one by one, and keeps
+    """Device memory under ZeRO stage 3: each rank keeps a shard of every block, gathers blocks one by one, and keeps
     the weights outside the blocks whole."""
 
     blocks_nbytes: int

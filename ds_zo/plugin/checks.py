@@ -41,7 +41,7 @@ def check_whole(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if getattr(p, "_ds_zo_left", False) and not p.numel():
             raise RuntimeError(
-                f"an engine needs whole weights, got parameter {name} without values: each rank had a piece of it "
+                f"an engine needs whole weights, got parameter {name} without values: each rank had a shard of it "
                 "(LOMO at stage 3) in an engine that was destroyed. Save the weights before the engine is destroyed "
                 "and load them into a new model; with Trainer, make a new Trainer for each train() and evaluate before "
                 "training by eval_on_start=True"

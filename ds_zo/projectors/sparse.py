@@ -124,10 +124,10 @@ def _index_dtype(size: int) -> torch.dtype:
 
 
 def _draw_positions(num_rows: int, dim: int, nonzeros: int, *, seed: int, stream: int) -> NDArray[np.int32]:
-    """Cuts random permutations of all columns into pieces of `nonzeros` columns, one piece for each row.
+    """Cuts random permutations of all columns into runs of `nonzeros` columns, one run for each row.
 
     So no row has a column twice. Each permutation uses every column once, except the few columns at its end that do not
-    fill a piece.
+    fill a run.
     """
     rows_per_permutation = dim // nonzeros
     num_permutations = -(-num_rows // rows_per_permutation)

@@ -61,7 +61,7 @@ class BlockStore:
         self.shared: SharedStore | None = None
         """The host memory that the ranks of a machine share. None: each rank has a store of its own, or `shards`."""
         self.shards: DeviceShards | None = None
-        """This rank's pieces of blocks that are sharded over the devices of all ranks. None: not sharded so."""
+        """This rank's shards of blocks that are sharded over the devices of all ranks. None: not sharded so."""
         if num_ranks > 1 and config.shards_device:
             self.shards = DeviceShards(Node(process_group, device=device, all_machines=True), device=device)
             if not placement.blocks:
@@ -82,8 +82,8 @@ class BlockStore:
             at_first = needed(num_resident)
             if config.shards_device:
                 partition = RankPartition(0, num_ranks)
-                pieces = sum(partition.piece_nbytes(u.nbytes) for u in placement.blocks if id(u) not in resident_ids)
-                at_first = replace(at_first, blocks=at_first.blocks + pieces)
+                shards = sum(partition.shard_nbytes(u.nbytes) for u in placement.blocks if id(u) not in resident_ids)
+                at_first = replace(at_first, blocks=at_first.blocks + shards)
             check_fits(at_first, budget_gb=self._stream.device_memory_gb, remedy=remedy)
         self.store = self.shards or self.shared or HostStore(device, pin=config.pin_memory)
         release_cached_memory(device)

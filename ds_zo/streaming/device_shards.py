@@ -1,9 +1,9 @@
 """Blocks whose weights are sharded over the devices of all ranks.
 
-[Note: device shards] At ZeRO stage 3 without `offload_param`, each rank keeps an equal piece of every block's bytes on
-its device, whichever machine it runs on. Using a block gathers the pieces into a slot. A rank cannot read another
-rank's piece by itself. So everything that reads weights (evaluation, `state_dict`, a parameter's value) is collective,
-as with DeepSpeed's own stage 3. Ranks that make different calls would gather pieces of different blocks and train on
+[Note: device shards] At ZeRO stage 3 without `offload_param`, each rank keeps an equal shard of every block's bytes on
+its device, whichever machine it runs on. Using a block gathers the shards into a slot. A rank cannot read another
+rank's shard by itself. So everything that reads weights (evaluation, `state_dict`, a parameter's value) is collective,
+as with DeepSpeed's own stage 3. Ranks that make different calls would gather shards of different blocks and train on
 wrong weights. So ranks compare their calls on the host, at the start of a pass and before every gather outside a pass.
 """
 
@@ -21,21 +21,21 @@ from ds_zo.streaming.units import PlacedParameter, Unit
 
 @dataclass(frozen=True)
 class ParameterShard:
-    """The elements of one parameter that are in one rank's piece."""
+    """The elements of one parameter that are in one rank's shard."""
 
     rank: int
     begin: int
     """Index of the first of these elements in the parameter."""
     numel: int
     at: int
-    """Byte offset of these elements in the rank's piece."""
+    """Byte offset of these elements in the rank's shard."""
 
-    def view(self, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return piece[self.at : self.at + self.numel * dtype.itemsize].view(dtype)
+    def view(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return shard[self.at : self.at + self.numel * dtype.itemsize].view(dtype)
 
 
 class DeviceShards(RanksStore):
-    """This rank's pieces of the blocks, on its device. See [Note: device shards]."""
+    """This rank's shards of the blocks, on its device. See [Note: device shards]."""
 
     reads_alone = False
 
@@ -43,20 +43,20 @@ class DeviceShards(RanksStore):
         super().__init__(node, device, pin=False)
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Returns a zeroed device buffer for a whole unit. `filled` replaces it by this rank's piece."""
+        """Returns a zeroed device buffer for a whole unit. `filled` replaces it by this rank's shard."""
         return torch.zeros(self.partition.padded_nbytes(nbytes), dtype=torch.uint8, device=self.device)
 
     def filled(self, unit: Unit) -> None:
-        piece = unit.store_buffer.chunk(self.partition.size)[self.partition.index].clone()
-        unit.assign_buffers(piece, None, streamed=True, low_streamed=False, is_sharded=True)
-        self.nbytes += piece.numel()
+        shard = unit.store_buffer.chunk(self.partition.size)[self.partition.index].clone()
+        unit.assign_buffers(shard, None, streamed=True, low_streamed=False, is_sharded=True)
+        self.nbytes += shard.numel()
 
     def own(self, buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
         return buffer
 
     def copy_up(self, target: torch.Tensor, unit: Unit, stored: torch.Tensor) -> int:
         self.gather(target[: self.partition.padded_nbytes(unit.nbytes)], unit)
-        return self.partition.piece_nbytes(unit.nbytes) * (self.partition.size - 1)
+        return self.partition.shard_nbytes(unit.nbytes) * (self.partition.size - 1)
 
     def meet(self, order: Sequence[int]) -> None:
         """Raises if ranks start passes at different blocks."""
@@ -65,7 +65,7 @@ class DeviceShards(RanksStore):
 
     def segments(self, unit: Unit) -> dict[int, list[ParameterShard]]:
         """The shards of each of the unit's parameters, in rank order, by the parameter's id."""
-        length = self.partition.piece_nbytes(unit.nbytes)
+        length = self.partition.shard_nbytes(unit.nbytes)
         found: dict[int, list[ParameterShard]] = {}
         for placed, begin, end in unit.spans():
             itemsize = placed.parameter.element_size()
@@ -102,7 +102,7 @@ class DeviceShards(RanksStore):
         return unit.views(unit.planes(buffer), [None] * len(unit.parts))
 
     def gather(self, buffer: torch.Tensor, unit: Unit) -> None:
-        """Gathers a unit into a buffer padded to equal pieces, on the current stream. Raises if ranks make different
+        """Gathers a unit into a buffer padded to equal shards, on the current stream. Raises if ranks make different
         calls. Collective."""
         self.node.check_same_call(unit.index, f"ask for the weights of {unit.name}")
         buffer.chunk(self.partition.size)[self.partition.index].copy_(unit.store_buffer)

@@ -144,7 +144,7 @@ def _clear_error(device: torch.device) -> None:
 
 
 def _ask_for_huge_pages(buffer: torch.Tensor) -> None:
-    """Asks for huge pages, before the memory is touched: fewer pages to pin, and larger pieces for the copy engine. The
+    """Asks for huge pages, before the memory is touched: fewer pages to pin, and larger chunks for the copy engine. The
     system may decline; that is no error."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

@@ -1,8 +1,8 @@
 """The ranks of one machine, and host memory that they share.
 
 [Note: shared host memory] At ZeRO stage 3 the ranks of a machine store one copy of the streamed blocks, in memory that
-all of them map. Each rank pins, uploads and writes back its own piece of every block; pieces have equal size. A rank
-can read the pieces of other ranks by itself. So evaluation, saving and exporting are not collective: one rank may do
+all of them map. Each rank pins, uploads and writes back its own shard of every block; shards have equal size. A rank
+can read the shards of other ranks by itself. So evaluation, saving and exporting are not collective: one rank may do
 them alone. The memory has no name in any file system (memfd). A killed rank leaves nothing behind, and a container's
 small /dev/shm does not limit the memory.
 """
@@ -23,31 +23,31 @@ import torch.distributed as dist
 from deepspeed.utils import logger
 
 ALIGN = 256
-"""Bytes. Every piece begins at a multiple of it."""
+"""Bytes. Every shard begins at a multiple of it."""
 _MADV_REMOVE = 9
 
 
 class RankPartition:
-    """The division of any buffer into `size` equal pieces, one for each rank, as seen by rank `index`."""
+    """The division of any buffer into `size` equal shards, one for each rank, as seen by rank `index`."""
 
     def __init__(self, index: int, size: int) -> None:
         self.index, self.size = index, size
 
-    def piece_nbytes(self, nbytes: int) -> int:
+    def shard_nbytes(self, nbytes: int) -> int:
         return -(-nbytes // (self.size * ALIGN)) * ALIGN
 
     def padded_nbytes(self, nbytes: int) -> int:
-        """Bytes of a buffer of `nbytes` padded to `size` equal pieces."""
-        return self.size * self.piece_nbytes(nbytes)
+        """Bytes of a buffer of `nbytes` padded to `size` equal shards."""
+        return self.size * self.shard_nbytes(nbytes)
 
     def begin(self, nbytes: int) -> int:
-        """First byte of this rank's piece in the padded buffer."""
-        return self.index * self.piece_nbytes(nbytes)
+        """First byte of this rank's shard in the padded buffer."""
+        return self.index * self.shard_nbytes(nbytes)
 
-    def piece(self, nbytes: int) -> slice:
-        """This rank's bytes of an unpadded buffer of `nbytes`. The last pieces may be shorter, or empty."""
+    def shard(self, nbytes: int) -> slice:
+        """This rank's bytes of an unpadded buffer of `nbytes`. The last shards may be shorter, or empty."""
         begin = min(nbytes, self.begin(nbytes))
-        return slice(begin, min(nbytes, begin + self.piece_nbytes(nbytes)))
+        return slice(begin, min(nbytes, begin + self.shard_nbytes(nbytes)))
 
 
 class Node:
@@ -118,13 +118,13 @@ class Node:
             )
 
     def gather(self, buffer: torch.Tensor) -> list[Any]:
-        """All-gathers a device buffer of equal pieces, in which each rank has filled its own piece. Returns the pending
+        """All-gathers a device buffer of equal shards, in which each rank has filled its own shard. Returns the pending
         operations; call `wait()` on each, on the stream that uses the result."""
         if self._by_broadcast:
-            pieces = buffer.chunk(self.size)
+            shards = buffer.chunk(self.size)
             return [
-                dist.broadcast(piece, src, group=self.group, async_op=True)
-                for piece, src in zip(pieces, self.ranks, strict=True)
+                dist.broadcast(shard, src, group=self.group, async_op=True)
+                for shard, src in zip(shards, self.ranks, strict=True)
             ]
         mine = buffer.chunk(self.size)[self.partition.index]
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

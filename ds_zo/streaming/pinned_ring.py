@@ -117,7 +117,7 @@ class PinnedRing:
 
     def __init__(self, slices: Sequence[torch.Tensor], device: DeviceSide, *, num_copiers: int) -> None:
         """`slices` are uint8 tensors of one size."""
-        assert len(slices) >= 2 and len({piece.numel() for piece in slices}) == 1
+        assert len(slices) >= 2 and len({chunk.numel() for chunk in slices}) == 1
         self._slices = list(slices)
         self._device = device
         self._sent: list[Any] = [None] * len(slices)
@@ -131,7 +131,7 @@ class PinnedRing:
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.numel() for piece in self._slices)
+        return sum(chunk.numel() for chunk in self._slices)
 
     def upload(self, target: torch.Tensor, source: torch.Tensor, filled: Any) -> None:
         """Copies `source` to `target`, both uint8, after the work that the current stream has now, and then records
@@ -169,14 +169,14 @@ class PinnedRing:
         self._device.wait(upload.after)
         filling: deque[tuple[Future[None], int, torch.Tensor, torch.Tensor]] = deque()
         length = self._slices[0].numel()
-        for piece, target in zip(upload.source.split(length), upload.target.split(length), strict=True):
+        for chunk, target in zip(upload.source.split(length), upload.target.split(length), strict=True):
             if len(filling) == len(self._slices) // 2:
                 self._send(*filling.popleft())
             index, self._next = self._next, (self._next + 1) % len(self._slices)
             if self._sent[index] is not None:
                 self._sent[index].synchronize()
-            staged = self._slices[index][: piece.numel()]
-            filling.append((self._copiers.submit(_copy, staged, piece), index, target, staged))
+            staged = self._slices[index][: chunk.numel()]
+            filling.append((self._copiers.submit(_copy, staged, chunk), index, target, staged))
         while filling:
             self._send(*filling.popleft())
         self._device.record(upload.filled)

@@ -22,7 +22,7 @@ import torch
 
 from ds_zo.streaming.pinned_ring import UploadEvent, upload_
 from ds_zo.streaming.raw_buffer import RawBuffer
-from ds_zo.streaming.schedule import NUM_PIECES, Action, Kind, sweep
+from ds_zo.streaming.schedule import NUM_CHUNKS, Action, Kind, sweep
 from ds_zo.streaming.units import Unit
 
 
@@ -35,7 +35,7 @@ class BeforeOverwrite(Protocol):
 
 class Slot:
     """One buffer on the device and its events: `filled` when its upload is done, `drained` when the last kernel has
-    used it, `saved[i]` when piece i of its download is done. Events are None without CUDA."""
+    used it, `saved[i]` when chunk i of its download is done. Events are None without CUDA."""
 
     def __init__(self, nbytes: int, device: torch.device, *, reuse: bool = True) -> None:
         self.device = device
@@ -46,12 +46,12 @@ class Slot:
         cuda = device.type == "cuda"
         self.filled: UploadEvent | None = UploadEvent() if cuda else None
         self.drained: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
-        self.saved: list[torch.cuda.Event | None] = [torch.cuda.Event() if cuda else None for _ in range(NUM_PIECES)]
+        self.saved: list[torch.cuda.Event | None] = [torch.cuda.Event() if cuda else None for _ in range(NUM_CHUNKS)]
         if self.drained is not None:  # kernels on this stream may still use this memory
             self.drained.record(torch.cuda.current_stream(device))
         self.is_saving = False
         """Whether a download of the slot may be under way that no upload has waited for. An upload of a smaller unit
-        does not wait for the last pieces."""
+        does not wait for the last chunks."""
         self.unit: Unit | None = None
         """The unit whose bytes the slot holds, or will hold once its upload is done. None: no valid contents."""
         self._version = -1
@@ -69,10 +69,10 @@ class Slot:
         updates have been applied in the slot and are not sent back."""
         return self.unit is not None and self._version == self.unit.version
 
-    def pieces(self, nbytes: int) -> Iterator[tuple[slice, torch.cuda.Event | None]]:
-        """The pieces that cover the first `nbytes`, and the events of their downloads. Piece boundaries do not depend
+    def chunks(self, nbytes: int) -> Iterator[tuple[slice, torch.cuda.Event | None]]:
+        """The chunks that cover the first `nbytes`, and the events of their downloads. Chunk boundaries do not depend
         on the unit."""
-        length = -(-self._nbytes // NUM_PIECES)
+        length = -(-self._nbytes // NUM_CHUNKS)
         for i, saved in enumerate(self.saved):
             if i * length < nbytes:
                 yield slice(i * length, min((i + 1) * length, nbytes)), saved
@@ -439,12 +439,12 @@ class Runtime:
         slot.uploaded()
 
     def _copy_up(self, slot: Slot, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
-        """Copies `source` to the slot: piece by piece behind a download that may be under way, else in one copy."""
-        pieces = list(slot.pieces(source.numel())) if slot.is_saving else [(slice(source.numel()), None)]
-        for piece, saved in pieces:
+        """Copies `source` to the slot: chunk by chunk behind a download that may be under way, else in one copy."""
+        chunks = list(slot.chunks(source.numel())) if slot.is_saving else [(slice(source.numel()), None)]
+        for chunk, saved in chunks:
             self._wait(stream, saved)
-            upload_(slot.buffer[piece], source[piece], slot.filled)
-        slot.is_saving &= len(pieces) < len(slot.saved)  # the last pieces of a larger unit are not awaited yet
+            upload_(slot.buffer[chunk], source[chunk], slot.filled)
+        slot.is_saving &= len(chunks) < len(slot.saved)  # the last chunks of a larger unit are not awaited yet
 
     def _download(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
         if self._before_overwrite is not None:
@@ -454,8 +454,8 @@ class Runtime:
                 if used is None or target is None:
                     continue
                 self._wait(self._down, used.drained)
-                for piece, saved in used.pieces(target.numel()):
-                    target[piece].copy_(used.buffer[piece], non_blocking=True)
+                for chunk, saved in used.chunks(target.numel()):
+                    target[chunk].copy_(used.buffer[chunk], non_blocking=True)
                     self._record(saved, self._down)
                 used.is_saving = True
                 self.bytes_down += target.numel()

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-NUM_PIECES = 4
-"""Slots are copied in so many pieces: an upload to a slot starts when the download out of it has copied one piece."""
+NUM_CHUNKS = 4
+"""Slots are copied in so many chunks: an upload to a slot starts when the download out of it has copied one chunk."""
 
 
 class Kind(Enum):
@@ -100,8 +100,8 @@ def price(
     """Simulates the schedule. Uploads, computations and downloads each run one at a time, in issue order, with the
     waits that `runtime` issues. A computation waits for its upload. A download waits for its computation; ZO's waits
     only for the first kernel, which is not priced. An upload waits for the slot's last computation, and follows the
-    slot's last download by one piece."""
-    num_pieces = NUM_PIECES if any(action.slot for action in actions) else 1  # one slot: copies do not overlap
+    slot's last download by one chunk."""
+    num_chunks = NUM_CHUNKS if any(action.slot for action in actions) else 1  # one slot: copies do not overlap
     engine_free = dict.fromkeys(Kind, 0.0)
     filled: dict[int, float] = {}
     drained: dict[int, float] = {}
@@ -116,16 +116,16 @@ def price(
             duration = seconds[action.kind]
         slot = action.slot
         saving_from, saving_to = saved.get(slot, (0.0, 0.0))
-        piece = (saving_to - saving_from) / num_pieces
+        chunk = (saving_to - saving_from) / num_chunks
         ready = {
-            Kind.UPLOAD: max(drained.get(slot, 0.0), saving_from + piece),
+            Kind.UPLOAD: max(drained.get(slot, 0.0), saving_from + chunk),
             Kind.COMPUTE: filled.get(slot, 0.0),
             Kind.DOWNLOAD: drained.get(slot, 0.0),
         }[action.kind]
         start = max(engine_free[action.kind], ready)
         end = start + duration
         if action.kind is Kind.UPLOAD:
-            end = max(end, saving_to + duration / num_pieces)
+            end = max(end, saving_to + duration / num_chunks)
             saved.pop(slot, None)
             filled[slot] = end
         elif action.kind is Kind.COMPUTE:

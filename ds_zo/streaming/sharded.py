@@ -1,9 +1,9 @@
-"""The runtime for ranks that store the blocks together, each rank one piece of every block.
+"""The runtime for ranks that store the blocks together, each rank one shard of every block.
 
-[Note: one order of gathers] All ranks make a collective pass together. Every rank uploads its own piece of a block over
+[Note: one order of gathers] All ranks make a collective pass together. Every rank uploads its own shard of a block over
 its own link, and an all-gather completes the block on each device. All ranks must gather the same blocks in the same
 order, whatever their forwards do. So the order is fixed when the pass starts, by the model and the step alone. A block
-that this rank's forward skips is gathered nevertheless, because the other ranks need this rank's piece. It is folded if
+that this rank's forward skips is gathered nevertheless, because the other ranks need this rank's shard. It is folded if
 its fold is due. A block that the forward uses again, or out of order, is read from shared memory by this rank alone.
 When the pass ends, every rank has made all gathers of the pass and those of the first blocks of the next pass.
 """
@@ -194,7 +194,7 @@ class ShardedRuntime(Runtime):
         self._record(slot.filled, self._gathered)
         slot.uploaded()
         self.bytes_up += own.numel()
-        self.bytes_wire += self._partition.piece_nbytes(nbytes) * (self._partition.size - 1)
+        self.bytes_wire += self._partition.shard_nbytes(nbytes) * (self._partition.size - 1)
 
     def _fold_if_due(self, slot: Slot) -> None:
         """Folds the slot's unit if it was gathered to fold in this pass and the forward has not used it."""

@@ -18,7 +18,7 @@ _POLL_S = 0.0005
 
 
 class RanksStore(HostStore):
-    """A store that several ranks share: each rank owns an equal piece of every buffer."""
+    """A store that several ranks share: each rank owns an equal shard of every buffer."""
 
     reads_alone = True
     """Whether a rank can read a whole unit by itself. Otherwise every upload is collective."""
@@ -30,7 +30,7 @@ class RanksStore(HostStore):
         self.device = device
 
     def own(self, buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """This rank's piece of a buffer that `take(nbytes)` returned."""
+        """This rank's shard of a buffer that `take(nbytes)` returned."""
         raise NotImplementedError
 
     def copy_up(self, target: torch.Tensor, unit: Unit, stored: torch.Tensor) -> int:
@@ -43,18 +43,18 @@ class RanksStore(HostStore):
         raise NotImplementedError
 
     def mark_written_back(self, number: int) -> None:
-        """Records on the current stream that this rank has written back its piece of unit `number`."""
+        """Records on the current stream that this rank has written back its shard of unit `number`."""
 
     def wait(self, number: int) -> None:
-        """Blocks the host until every rank has written back its piece of unit `number` as often as this rank has issued
+        """Blocks the host until every rank has written back its shard of unit `number` as often as this rank has issued
         its own."""
 
 
 class SharedStore(RanksStore):
-    """Buffers in shared memory: every rank can read all of a buffer; each rank pins and writes back its own piece.
+    """Buffers in shared memory: every rank can read all of a buffer; each rank pins and writes back its own shard.
 
     All ranks call `take` in the same order. Each rank counts its write-backs of a unit in shared memory. From the
-    counts a rank that reads a whole unit knows when all pieces are of the same step.
+    counts a rank that reads a whole unit knows when all shards are of the same step.
     """
 
     def __init__(self, node: Node, memory: SharedMemory, *, num_units: int, device: torch.device, pin: bool) -> None:
@@ -63,15 +63,15 @@ class SharedStore(RanksStore):
         self._timeout_s = world_timeout(device).total_seconds()
         header = _pages(8 * num_units * node.size)
         self._num_written_back = memory.tensor[: 8 * num_units * node.size].view(torch.int64).view(num_units, node.size)
-        """[unit, rank]: how often the rank's piece of the unit was written back."""
+        """[unit, rank]: how often the rank's shard of the unit was written back."""
         self._num_requested = [0] * num_units
         """By unit: how many write-backs this rank has issued. All ranks issue equally many."""
         self._marks = torch.zeros(num_units, dtype=torch.int64, device=device)
         self._pinned: dict[int, torch.Tensor] = {}
-        """Pinned memory by the buffer's address: the whole buffer, or the pages of this rank's piece of it."""
+        """Pinned memory by the buffer's address: the whole buffer, or the pages of this rank's shard of it."""
         self._end = header
         self._meets_in_take = self._pin
-        """Whether `take` zeroes this rank's piece and meets the other ranks. Equal on all ranks, as `_pin` is not: one
+        """Whether `take` zeroes this rank's shard and meets the other ranks. Equal on all ranks, as `_pin` is not: one
         rank alone may be refused pinned memory."""
         if self._pin:
             self._register(memory.tensor[:header])
@@ -99,20 +99,20 @@ class SharedStore(RanksStore):
             return torch.empty(0, dtype=torch.uint8)
         begin, self._end = self._end, self._end + _pages(nbytes)
         buffer = self._memory.tensor[begin : begin + nbytes]
-        piece = self.partition.piece(nbytes)
-        self.nbytes += piece.stop - piece.start
+        shard = self.partition.shard(nbytes)
+        self.nbytes += shard.stop - shard.start
         if self._meets_in_take:
-            if piece.stop > piece.start:
-                buffer[piece].zero_()  # allocates the pages, on this rank's NUMA node, before they are registered
-                pages = slice(begin + piece.start // PAGE * PAGE, begin + _pages(piece.stop))
+            if shard.stop > shard.start:
+                buffer[shard].zero_()  # allocates the pages, on this rank's NUMA node, before they are registered
+                pages = slice(begin + shard.start // PAGE * PAGE, begin + _pages(shard.stop))
                 if self._pin and self._register(self._memory.tensor[pages]):
                     self._pinned[buffer.data_ptr()] = self._memory.tensor[pages]
-                    self.pinned_nbytes += piece.stop - piece.start
+                    self.pinned_nbytes += shard.stop - shard.start
             self.node.barrier()  # otherwise a late rank would zero values that another rank has stored
         return buffer
 
     def own(self, buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
-        return buffer[self.partition.piece(nbytes)]
+        return buffer[self.partition.shard(nbytes)]
 
     def writes(self, number: int) -> bool:
         """Whether this rank is the one that stores the values of unit `number` when one rank stores them for all."""
@@ -135,10 +135,10 @@ class SharedStore(RanksStore):
         else:
             target.copy_(buffer, non_blocking=True)
 
-    def _pin_whole(self, buffer: torch.Tensor, piece: torch.Tensor) -> bool:
-        self.node.host_wait()  # for copies from the piece, which is about to be unpinned
-        self._unregister(piece)
-        for pinned in (buffer, piece) if self._pin else (piece,):
+    def _pin_whole(self, buffer: torch.Tensor, shard: torch.Tensor) -> bool:
+        self.node.host_wait()  # for copies from the shard, which is about to be unpinned
+        self._unregister(shard)
+        for pinned in (buffer, shard) if self._pin else (shard,):
             if self._register(pinned):
                 self._pinned[buffer.data_ptr()] = pinned
                 return pinned is buffer
@@ -156,23 +156,23 @@ class SharedStore(RanksStore):
         while int(self._num_written_back[number].min()) < self._num_requested[number]:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"ds_zo: a rank of this machine has not written back its piece of block {number} within "
+                    f"ds_zo: a rank of this machine has not written back its shard of block {number} within "
                     f"{self._timeout_s:.0f} s, the process group's timeout: it died or stopped; start the job again "
                     "from the last checkpoint"
                 )
             time.sleep(_POLL_S)
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Frees a buffer, after all ranks have called this and finished reading; each rank frees its own piece."""
+        """Frees a buffer, after all ranks have called this and finished reading; each rank frees its own shard."""
         self.node.barrier()
-        piece = self.partition.piece(buffer.numel())
-        self.nbytes -= piece.stop - piece.start
+        shard = self.partition.shard(buffer.numel())
+        self.nbytes -= shard.stop - shard.start
         pinned = self._pinned.pop(buffer.data_ptr(), None)
         if pinned is not None:
             self._unregister(pinned)
-            self.pinned_nbytes -= piece.stop - piece.start
+            self.pinned_nbytes -= shard.stop - shard.start
         begin = buffer.data_ptr() - self._memory.tensor.data_ptr()
-        self._memory.free(begin + _pages(piece.start), begin + piece.stop // PAGE * PAGE)
+        self._memory.free(begin + _pages(shard.start), begin + shard.stop // PAGE * PAGE)
 
     def private(self, buffer: torch.Tensor) -> torch.Tensor:
         """A copy-on-write view of the buffer: this process's writes to it are seen by no other rank."""

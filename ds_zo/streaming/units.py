@@ -229,7 +229,7 @@ class Unit:
         self._version = 0
         self._written_back: torch.cuda.Event | None = None
         self.is_sharded = False
-        """Whether `store_buffer` holds only this rank's piece ([Note: device shards])."""
+        """Whether `store_buffer` holds only this rank's shard ([Note: device shards])."""
         self._stored_views: list[torch.Tensor] | None = None
         self._state = UnitState.STORED
         self._gathered_copies: dict[int, torch.Tensor] = {}
@@ -548,7 +548,7 @@ class Unit:
         *,
         via: torch.device,
     ) -> None:
-        """Stores a frozen parameter in four bits, from its values in its own dtype: in NF4 piece by piece, as
+        """Stores a frozen parameter in four bits, from its values in its own dtype: in NF4 chunk by chunk, as
         bitsandbytes does. Values that are in the same format already keep their bytes."""
         assert planes.scales is not None
         packed = part.stored(placed, planes.storage).view(torch.uint8)
@@ -562,8 +562,8 @@ class Unit:
             ops.copy_staged_(scales, value.absmax)
             return
         flat = value.detach().reshape(-1)
-        for start in range(0, placed.numel, ops.PIECE_NUMEL):  # a multiple of a group
-            codes, absmax = nf4.quantise(flat[start : start + ops.PIECE_NUMEL].to(via, part.dtype))
+        for start in range(0, placed.numel, ops.CHUNK_NUMEL):  # a multiple of a group
+            codes, absmax = nf4.quantise(flat[start : start + ops.CHUNK_NUMEL].to(via, part.dtype))
             ops.copy_staged_(packed[start // 2 : start // 2 + codes.numel()], codes)
             at = start // nf4.GROUP_NUMEL
             ops.copy_staged_(scales[at : at + absmax.numel()], absmax)

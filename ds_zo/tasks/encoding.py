@@ -103,7 +103,7 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def pack(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, max_length: int) -> list[Encoded]:
-    """Joins texts by the end-of-sequence token and cuts them every `max_length` tokens. A last piece of one token is
+    """Joins texts by the end-of-sequence token and cuts them every `max_length` tokens. A last part of one token is
     dropped."""
     ids: list[int] = []
     for text in texts:

@@ -255,10 +255,10 @@ def test_a_save_and_training_leave_each_others_bytes_alone(monkeypatch: pytest.M
             if step in (3, 7):
                 kept += [buffer for claim in claims._unwritten.values() for buffer in claim.released]
                 with in_thread(writer):
-                    for piece in saved.pieces:
-                        for tensor in piece.tensors().values():
+                    for file in saved.weights_files:
+                        for tensor in file.tensors().values():
                             tensor.clone()
-                        piece.written()
+                        file.written()
     assert len(kept) > 6 and not races.found
 
 

@@ -25,7 +25,7 @@ def uninterrupted(name: str) -> tuple[list[float], dict[str, Any], dict[str, tor
 
 
 SYNCHRONOUS = ("fp32", "bf16 split some resident", "fp8 split", "two directions")
-"""A save that is awaited writes the same pieces with the same code: one of each kind of storage is enough."""
+"""A save that is awaited writes the same files with the same code: one of each kind of storage is enough."""
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_unit_that_waits_to_be_written_keeps_its_bytes_while_it_folds() -> Non
     assert train(engine, BATCHES[4:10]) == train(same, BATCHES[4:10])
     block_store = engine.backend.block_store
     assert host_nbytes < block_store.store.nbytes <= 2 * host_nbytes
-    late = {key: value.clone() for piece in snapshot.pieces for key, value in piece.tensors().items()}
+    late = {key: value.clone() for file in snapshot.weights_files for key, value in file.tensors().items()}
     assert_same_bits(late, {key: saved[key] for key in late})
     assert len(late) == sum(isinstance(v, torch.Tensor) for v in saved.values()) - 1  # the log's rows
     snapshot.abandon()

@@ -145,7 +145,7 @@ def test_a_writer_that_gets_no_turn_reads_the_step_that_was_saved(delays: None) 
         saved = bits(same)
         train(engine, 4, 11)
         train(same, 4, 11)
-        late = {name: value.clone() for piece in snapshot.pieces for name, value in piece.tensors().items()}
+        late = {name: value.clone() for file in snapshot.weights_files for name, value in file.tensors().items()}
         snapshot.abandon()
         assert_same_bits(late, {name: saved[name] for name in late})
         assert len(late) == sum(isinstance(value, torch.Tensor) for value in saved.values()) - 1  # the log's rows

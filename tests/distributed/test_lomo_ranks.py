@@ -15,7 +15,7 @@ from tests.helpers.ranks import job
 
 @pytest.fixture(scope="module")
 def found() -> dict[int, list[Any]]:
-    """On four ranks what more ranks could change: sums of gradients, norms and pieces. Clipping makes the one pass
+    """On four ranks what more ranks could change: sums of gradients, norms and shards. Clipping makes the one pass
     after it has measured."""
     some = ["clipped", "adalomo", "streamed"]
     return {1: job(runs, 1, list(CASES)), 2: job(runs, 2, list(CASES)), 4: job(runs, 4, some)}
@@ -73,8 +73,8 @@ def test_ranks_may_lack_gradients_that_others_have() -> None:
 
 
 def test_one_gradient_is_reduced_a_pass() -> None:
-    """And a mark for each parameter, rounded up for each bucket to equal pieces that begin aligned. Where devices have
-    pieces of blocks, these are gathered once in the forward pass and once in each backward pass, and reduce-scattered
+    """And a mark for each parameter, rounded up for each bucket to equal shards that begin aligned. Where devices have
+    shards of blocks, these are gathered once in the forward pass and once in each backward pass, and reduce-scattered
     in each; whole gradients are reduced only where the rule needs them."""
     ranks = job(wire, 2)
     for case, counts in ranks[0].items():
@@ -114,7 +114,7 @@ def test_checkpoints_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
                     assert_close(resumed[f"{n} {case}"], weights)
 
 
-def test_ranks_that_do_different_things_with_pieces_are_told() -> None:
+def test_ranks_that_do_different_things_with_shards_are_told() -> None:
     for rank, answer in enumerate(job(apart, 2)):
         assert f"rank {1 - rank} did something else" in answer["message"], answer
         assert "every rank makes the same calls" in answer["message"] and "zero_optimization.stage" in answer["message"]
@@ -125,7 +125,7 @@ def test_ranks_that_do_different_things_with_pieces_are_told() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_sharded_blocks_change_no_bit(num_ranks: int, found: dict[int, list[Any]]) -> None:
-    """Whether ranks have pieces of them in host memory or, without `offload_param`, on their devices. (There,
+    """Whether ranks have shards of them in host memory or, without `offload_param`, on their devices. (There,
     squares of gradients, and four ranks' gradients, are added in another order.)"""
     cases = [case for case in found[num_ranks][0] if case != "bare"]
     shards = job(runs, num_ranks, cases, 3)
@@ -151,7 +151,7 @@ def test_ranks_that_share_blocks_may_lack_gradients_that_others_have() -> None:
     whole, sharded = job(uneven, 2, 0), job(uneven, 2, 3)
     for ours, theirs in zip(whole, sharded, strict=True):
         for case in ours:
-            if case == "resident":  # clipped by a norm whose squares are added by pieces: see docs/exactness.md
+            if case == "resident":  # clipped by a norm whose squares are added by shards: see docs/exactness.md
                 assert_close(ours[case]["weights"], theirs[case]["weights"])
                 continue
             assert ours[case]["digests"] == theirs[case]["digests"], case

@@ -26,7 +26,7 @@ def test_ranks_stay_identical_and_sharded_blocks_change_no_bit_on_cuda() -> None
             if "streamed" in case:
                 assert sharded[case]["digests"] == first[case]["digests"], case
                 assert sharded[case]["kept"] < first[case]["kept"] or case == "streamed, then filled", case
-            else:  # in pieces on the devices: squares of gradients are added in another order
+            else:  # in shards on the devices: squares of gradients are added in another order
                 assert 2 * sharded[case]["kept"] <= sharded[case]["blocks"] + 1024, case
                 atol = 0.02 if case in ("bf16", "fp16") else 1e-5
                 assert_close(sharded[case]["weights"], first[case]["weights"], atol=atol)

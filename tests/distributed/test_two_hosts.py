@@ -1,5 +1,5 @@
 """Two hosts, each a network of its own, through `deepspeed --hostfile --no_ssh`: ZO and LOMO make the same weights on
-both, and LOMO at stage 3 keeps its weights in pieces on both."""
+both, and LOMO at stage 3 keeps its weights in shards on both."""
 
 from __future__ import annotations
 

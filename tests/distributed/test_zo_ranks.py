@@ -152,7 +152,7 @@ def test_what_one_rank_does_alone_does_not_disturb_a_sharded_store() -> None:
 
 def test_bytes_on_the_wire() -> None:
     """Data and direction parallel: four bytes a direction, and the batch, whatever the model's size. Sharded: each rank
-    sends its piece of each block to each other rank, and nothing else."""
+    sends its shard of each block to each other rank, and nothing else."""
     for found in job(wire, 2):
         for width in (16, 48):
             assert found[f"data {width}"]["counts"] == {"all_reduce": 4 * 2}

@@ -1,4 +1,4 @@
-"""Two gloo ranks on one GPU: pinned pieces, three streams and gathers, with the bits of a store that is whole."""
+"""Two gloo ranks on one GPU: pinned shards, three streams and gathers, with the bits of a store that is whole."""
 
 from __future__ import annotations
 

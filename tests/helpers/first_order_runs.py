@@ -117,7 +117,7 @@ def written(snapshot: Any) -> dict[str, Any]:
     """What a writer gets of a snapshot."""
     tensors: dict[str, torch.Tensor] = {}
     found = {"plain": encode(snapshot.state(), tensors)} | tensors
-    found |= {name: value for piece in snapshot.pieces for name, value in piece.tensors().items()}
+    found |= {name: value for file in snapshot.weights_files for name, value in file.tensors().items()}
     return {k: v.to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for k, v in found.items()}
 
 

@@ -38,10 +38,10 @@ if torch.cuda.is_available():
 
 
 def small_buckets() -> None:
-    """So that a tiny block takes several, where ranks have pieces."""
+    """So that a tiny block takes several, where ranks have shards."""
     from ds_zo.backends.lomo import buckets
 
-    buckets._PIECES_NBYTES = 2048
+    buckets._SHARDS_NBYTES = 2048
 
 
 def with_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def stored_nbytes(engine: Any) -> dict[str, int]:
     if block_store is None:
         return {"kept": 0, "blocks": 0}
     cut = [p for block in block_store.placement.blocks if block.is_sharded for p in block.module.parameters()]
-    assert all(p.untyped_storage().nbytes() <= 8 for p in cut), "parameters take memory beside the pieces"
+    assert all(p.untyped_storage().nbytes() <= 8 for p in cut), "parameters take memory beside the shards"
     return {
         "kept": block_store.store.nbytes,
         "blocks": sum(b.nbytes for b in block_store.placement.blocks if b.streamed),
@@ -81,7 +81,7 @@ class Watch:
         reducer = passes.reducer
         bucket_of = {id(slot): i for i, bucket in enumerate(reducer._buckets) for slot in bucket.states}
         add, launch = reducer.add, reducer._launch
-        consume, consume_pieces = passes.consume_bucket, passes.consume_pieces
+        consume, consume_shards = passes.consume_bucket, passes.consume_shards
 
         def watched_add(slot: Any, grad: torch.Tensor) -> None:
             self.events.append(("came", bucket_of[id(slot)]))
@@ -97,12 +97,12 @@ class Watch:
             self.events.append(("taken", bucket_of[id(gradients[0][0])]))
             consume(gradients, **guard)
 
-        def watched_consume_pieces(block: Any, pieces: Any, **guards: Any) -> None:
-            self.events.extend(("taken", bucket) for bucket in {bucket_of[id(slot)] for slot, _, _ in pieces})
-            consume_pieces(block, pieces, **guards)
+        def watched_consume_shards(block: Any, shards: Any, **guards: Any) -> None:
+            self.events.extend(("taken", bucket) for bucket in {bucket_of[id(slot)] for slot, _, _ in shards})
+            consume_shards(block, shards, **guards)
 
         reducer.add, reducer._launch = watched_add, watched_launch
-        passes.consume_bucket, passes.consume_pieces = watched_consume, watched_consume_pieces
+        passes.consume_bucket, passes.consume_shards = watched_consume, watched_consume_shards
 
 
 def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def save(rank: int, folder: Path) -> dict[str, Any]:
         if rank == 0 or on_devices:
             engine.eval()
             with torch.no_grad():
-                engine(**batch_of(2, seed=0, on=engine))  # by this rank alone, but where it has pieces alone
+                engine(**batch_of(2, seed=0, on=engine))  # by this rank alone, but where it has shards alone
             engine.train()
         _step(engine, 1)
         found[name] = weights(engine)
@@ -279,7 +279,7 @@ def save(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def _read_and_write(engine: Any, folder: Path) -> None:
-    """What DeepSpeed and users do with the weights of a model whose ranks have pieces."""
+    """What DeepSpeed and users do with the weights of a model whose ranks have shards."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
@@ -329,7 +329,7 @@ def _step(engine: Any, seed: int) -> None:
 
 
 def apart(rank: int) -> dict[str, Any]:
-    """One rank evaluates where the other trains, and weights are in pieces on both."""
+    """One rank evaluates where the other trains, and weights are in shards on both."""
     engine = start(with_stage(CASES["one pass"], 3), lively("llama"))
     _step(engine, 0)
     try:

@@ -67,8 +67,8 @@ class Case:
     parameter: str
 
     @property
-    def updates_pieces(self) -> bool:
-        """Each rank updates its own pieces of blocks, so that no rank sees all of a gradient."""
+    def updates_shards(self) -> bool:
+        """Each rank updates its own shards of blocks, so that no rank sees all of a gradient."""
         whole = self.kind == "AdaLOMO" or self.clips in ("group", "global") or self.adapter
         return self.stage == 3 and not self.streamed and not whole
 

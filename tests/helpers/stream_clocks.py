@@ -185,7 +185,7 @@ class _Gathering:
 
 
 class _OneRank(SharedStore):
-    """A store that is shared with nobody: its only piece is all of it, but comes by the same way."""
+    """A store that is shared with nobody: its only shard is all of it, but comes by the same way."""
 
     def __init__(self) -> None:
         self.partition = RankPartition(0, 1)

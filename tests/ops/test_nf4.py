@@ -76,12 +76,12 @@ def test_bits_are_those_of_the_installed_bitsandbytes() -> None:
     assert_equal_to(vectors())
 
 
-def test_values_beyond_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_beyond_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     packed, absmax = nf4.quantise(values)
     outs = [torch.empty(1000), torch.empty(1000)]
-    for out, piece in zip(outs, (1 << 20, 128), strict=True):
-        monkeypatch.setattr(nf4, "_PIECE_NUMEL", piece)
+    for out, chunk in zip(outs, (1 << 20, 128), strict=True):
+        monkeypatch.setattr(nf4, "_CHUNK_NUMEL", chunk)
         ops.dequantise_nf4_(out, packed, absmax)
     assert torch.equal(*outs)
     assert (values - outs[0]).abs().max() < 0.16 * absmax.max()

@@ -37,6 +37,6 @@ def test_the_first_rank_shows_a_table_for_each_engine(run_ranks: Callable[..., l
     assert rows[1]["ranks"] == "2, 1 batch a step, each shared by 2 ranks: give all ranks of a group the same batch"
     assert rows[1]["host"].endswith("the part of one of 2 ranks")
     assert "all 2 blocks are sharded over the devices of 2 ranks" in rows[2]["weights"]
-    assert "this rank's pieces" in rows[2]["device"] and rows[2]["ranks"].startswith("2, gradients averaged in")
-    assert all(row["model"] == rows[0]["model"] for row in rows), "pieces of a sharded model are counted whole"
+    assert "this rank's shards" in rows[2]["device"] and rows[2]["ranks"].startswith("2, gradients averaged in")
+    assert all(row["model"] == rows[0]["model"] for row in rows), "shards of a sharded model are counted whole"
     assert "2 ranks average" in rows[3]["ranks"]

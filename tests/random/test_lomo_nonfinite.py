@@ -21,8 +21,8 @@ def test_a_run_goes_on_as_a_plain_loop_that_skips(seed: int) -> None:
 def test_all_ranks_skip_or_none() -> None:
     """What is not finite, is so on one rank of two. A third of the cases are those that the draw makes rarest."""
     tried = [*seeds(10)]
-    in_pieces = (seed for seed in count(tried[-1] + 1) if draw(seed, num_ranks=2).updates_pieces)
-    tried += islice(in_pieces, len(tried) // 2)
+    in_shards = (seed for seed in count(tried[-1] + 1) if draw(seed, num_ranks=2).updates_shards)
+    tried += islice(in_shards, len(tried) // 2)
     print(f"seeds {tried}")
     for rank, failed in enumerate(run_job(check_all, 2, tried, timeout_s=120 + 2 * len(tried))):
         assert isinstance(failed, dict), f"rank {rank}: {failed}"

@@ -84,7 +84,7 @@ def without_names(snapshot: Any) -> Any:
     def older(self: Any, **options: Any) -> Snapshot:
         found = snapshot(self, **options)
         state = {name: value for name, value in found.state().items() if name != "parameters"}
-        return Snapshot(found.pieces, lambda: state)
+        return Snapshot(found.weights_files, lambda: state)
 
     return older
 

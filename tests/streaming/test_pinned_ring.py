@@ -51,7 +51,7 @@ class UploadEvent(DeferredRecord, LateEvent):
 
 
 class LateDevice(DeviceSide):
-    """A stream whose work runs in order on another thread, each piece after a random pause."""
+    """A stream whose work runs in order on another thread, each item of it after a random pause."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

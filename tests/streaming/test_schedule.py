@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ds_zo.streaming.schedule import NUM_PIECES, Action, Kind, Timeline, price, sweep
+from ds_zo.streaming.schedule import NUM_CHUNKS, Action, Kind, Timeline, price, sweep
 from tests.helpers.schedule_check import validate
 
 
@@ -130,16 +130,16 @@ def test_three_slots_keep_the_papers_dependencies_and_no_others() -> None:
     assert spans[f"D{num_blocks - 1}"][1] == num_blocks + 2
 
 
-def test_an_upload_follows_the_download_out_of_its_slot_by_a_piece() -> None:
+def test_an_upload_follows_the_download_out_of_its_slot_by_a_chunk() -> None:
     num_blocks = 8
     actions = sweep(range(num_blocks), num_slots=2, downloads=range(num_blocks))
     two = price(actions, seconds=dict.fromkeys(Kind, 1.0))
     spans = spans_of(two)
     for i in range(1, num_blocks - 1):
-        assert spans[f"H{i + 1}"][0] == spans[f"D{i - 1}"][0] + 1 / NUM_PIECES
-        assert spans[f"H{i + 1}"][1] >= spans[f"D{i - 1}"][1] + 1 / NUM_PIECES
+        assert spans[f"H{i + 1}"][0] == spans[f"D{i - 1}"][0] + 1 / NUM_CHUNKS
+        assert spans[f"H{i + 1}"][1] >= spans[f"D{i - 1}"][1] + 1 / NUM_CHUNKS
     three = price(sweep(range(num_blocks), num_slots=3, downloads=range(num_blocks)), seconds=dict.fromkeys(Kind, 1.0))
-    assert three.total_s < two.total_s < three.total_s + num_blocks / NUM_PIECES
+    assert three.total_s < two.total_s < three.total_s + num_blocks / NUM_CHUNKS
 
 
 def test_two_slots_cost_nothing_where_nothing_is_sent_back() -> None:

@@ -39,11 +39,11 @@ def make_unit(*, dtype: torch.dtype, wire: torch.dtype, split: bool, seed: int =
     return unit, [values[int(p.name[1:])] for p in unit.placed]
 
 
-def test_nf4_is_stored_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nf4_is_stored_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     value = torch.randn(7, 143, generator=torch.Generator().manual_seed(0))
     planes = []
-    for piece in (1 << 24, 128):
-        monkeypatch.setattr(ops, "PIECE_NUMEL", piece)
+    for chunk in (1 << 24, 128):
+        monkeypatch.setattr(ops, "CHUNK_NUMEL", chunk)
         placed = PlacedParameter("p", nn.Parameter(value), 0, 0, False)
         part = Part([placed], torch.float32, ops.NF4.dtype, split=False, frozen=True)
         unit = Unit("u", nn.Module(), [part], index=0, is_block=True)

@@ -209,7 +209,7 @@ class AdapterBackend(RecomputedBackend):
         found = super().snapshot(hold=hold, omit_frozen=True)
         own = {"optimizer": type(self.optimizer).__name__, "parameters": self._trained.names}
         state = {**found.state(), "base": self._frozen_base.description(), **own}
-        return Snapshot(found.pieces, lambda: state)
+        return Snapshot(found.weights_files, lambda: state)
 
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
         with reading_content(saved.folder, "its state"):

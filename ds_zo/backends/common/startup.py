@@ -64,17 +64,17 @@ def summary_of_blocks(
     num_blocks = len(store.placement.blocks)
     num_streamed = num_blocks - store.num_resident
     shown = f"all {num_blocks}" if num_streamed == num_blocks else f"{num_streamed} of {num_blocks}"
-    place, pieces, host = "stream from the host", 0, store.store.nbytes
+    place, shards, host = "stream from the host", 0, store.store.nbytes
     if store.shards is not None:
         place = f"are sharded over the devices of {store.shards.partition.size} ranks"
-        pieces, host = host, 0
+        shards, host = host, 0
     weights = f"{shown} blocks {place}, the other weights are on the device"
     if num_streamed == 0:
         weights = f"all {num_blocks} blocks and the other modules on the device"
     slots = (*store.runtime.slots, *store.runtime.low_slots)
     on_device = {
         "weights": store.resident_nbytes,
-        "this rank's pieces": pieces,
+        "this rank's shards": shards,
         "slots": sum(slot.buffer.numel() for slot in slots),
         "scratch": scratch_nbytes,
     }

@@ -13,7 +13,7 @@ from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import TrajectoryRecorder
-from ds_zo.checkpoint.snapshot import Snapshot, host_copy, module_pieces, without_aliases
+from ds_zo.checkpoint.snapshot import Snapshot, host_copy, module_files, without_aliases
 from ds_zo.checkpoint.stock import Weights, check_forms, check_weights
 from ds_zo.config import Resolved
 
@@ -117,7 +117,7 @@ class WeightAccess:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # the writer's threads read on other streams
         state = {"state": host_copy(own) if hold else own, "aliases": aliases, "omitted": sorted(frozen)}
-        return Snapshot(module_pieces(tensors, hold=hold and not self.stored_are_copies), lambda: state)
+        return Snapshot(module_files(tensors, hold=hold and not self.stored_are_copies), lambda: state)
 
     @torch.no_grad()
     def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:

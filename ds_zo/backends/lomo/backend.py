@@ -145,8 +145,8 @@ class LOMOBackend(RecomputedBackend):
             return LocalReducer(consumer)
         use_world_timeout(self.process_group, self.device)
         blocks = list(find_blocks(self.module, self.config.section.stream.blocks).values())
-        in_pieces = self.rule.is_elementwise and not self._clips_by_layer
-        shards = self._block_store.shards if self._block_store is not None and in_pieces else None
+        in_shards = self.rule.is_elementwise and not self._clips_by_layer
+        shards = self._block_store.shards if self._block_store is not None and in_shards else None
         return GradientReducer(
             buckets_of(self.module, blocks, self._parameter_states, shards=shards),
             process_group=self.process_group,

@@ -5,10 +5,10 @@ rank. So each bucket ends with one mark per parameter: the number of ranks that 
 without a gradient read the mark. Each rank adds its loss times zero to its marks. If the loss of one rank is not
 finite, the marks are NaN on all ranks, which skips the updates ([Note: skipped updates]).
 
-[Note: gradients in pieces] Where weights are sharded over devices ([Note: device shards]), a rank updates its own
-piece, and needs only the gradient of that piece. The buffers of such a bucket have one row per rank, so that one
+[Note: gradients in shards] Where weights are sharded over devices ([Note: device shards]), a rank updates its own
+shard, and needs only the gradient of that shard. The buffers of such a bucket have one row per rank, so that one
 reduce-scatter gives each rank its row. The update does not need the gathered weights. So these may be freed, and the
-backward of the next block runs meanwhile. A rank sees only its piece of a gradient. It learns from the marks whether
+backward of the next block runs meanwhile. A rank sees only its shard of a gradient. It learns from the marks whether
 the rest is finite: to its marks each rank adds the largest magnitude of its own gradient, times zero. Rules that need a
 whole parameter (AdaLOMO, a layer's norm, adapters) get whole gradients, and every rank updates the gathered weights.
 """
@@ -30,12 +30,12 @@ from ds_zo.streaming.device_shards import DeviceShards, ParameterShard
 
 _ALIGN = 16
 """Bytes. Each gradient begins at a multiple of it in its bucket, as fast kernels require."""
-_PIECES_NBYTES = 128 * 2**20
-"""Largest size of a `PiecesBucket` with more than one parameter."""
+_SHARDS_NBYTES = 128 * 2**20
+"""Largest size of a `ShardsBucket` with more than one parameter."""
 
 Gradients = list[tuple[ParameterState, torch.Tensor]]
 """Parameters, each with its gradient, or with a scalar that guards its update."""
-Pieces = list[tuple[ParameterState, ParameterShard, torch.Tensor]]
+Shards = list[tuple[ParameterState, ParameterShard, torch.Tensor]]
 """Parts of parameters, each with the gradient of that part."""
 
 
@@ -49,10 +49,10 @@ class GradientConsumer(Protocol):
         """Updates by the averaged gradients of a bucket. `loss_guard`: a scalar that is finite if the losses of all
         ranks are."""
 
-    def consume_pieces(self, block: RecomputedBlock, pieces: Pieces, *, guards: Gradients) -> None:
-        """Updates this rank's pieces of a block by `pieces`, its pieces of the averaged gradients. Some rank has a
+    def consume_shards(self, block: RecomputedBlock, shards: Shards, *, guards: Gradients) -> None:
+        """Updates this rank's shards of a block by `shards`, its shards of the averaged gradients. Some rank has a
         gradient for each of them. `guards`: a scalar for each parameter that has a gradient, also if this rank has no
-        piece of it. The scalar is finite if the parameter's gradients and the losses of all ranks are."""
+        shard of it. The scalar is finite if the parameter's gradients and the losses of all ranks are."""
 
     def materialised_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
         """Context in which a bucket is reduced and consumed. Inside, the bucket's weights are on the device: this rank
@@ -70,12 +70,12 @@ class BucketStage(Enum):
 class Bucket:
     """Parameters whose gradients are reduced together, in one buffer per dtype.
 
-    A buffer has one row, or one per rank if `in_pieces`. A row holds gradients one after the other, then the presence
+    A buffer has one row, or one per rank if `in_shards`. A row holds gradients one after the other, then the presence
     marks of all parameters, then padding. The length of a buffer is a multiple of the number of ranks.
     """
 
-    in_pieces = False
-    """Each rank gets the reduced gradients of its own pieces only. See [Note: gradients in pieces]."""
+    in_shards = False
+    """Each rank gets the reduced gradients of its own shards only. See [Note: gradients in shards]."""
 
     def __init__(self, states: Sequence[ParameterState], block: RecomputedBlock | None = None) -> None:
         self.states = list(states)
@@ -90,8 +90,8 @@ class Bucket:
         self.works: list[Any] = []
         """The running collectives, one per buffer."""
         self.buffers: dict[torch.dtype, torch.Tensor] = {}
-        self.pieces: dict[torch.dtype, torch.Tensor] = {}
-        """This rank's piece of each reduced buffer."""
+        self.shards: dict[torch.dtype, torch.Tensor] = {}
+        """This rank's shard of each reduced buffer."""
         self._num_ranks = self._num_rows = 1
         self._places: dict[int, list[tuple[ParameterShard, int]]] = {}
         """Segments of each parameter, whose `rank` is their row, with their offsets there in elements, by the state's
@@ -103,7 +103,7 @@ class Bucket:
     def lay_out(self, trained: Sequence[ParameterState], *, num_ranks: int) -> None:
         """Computes the layout of the buffers. `trained`: the parameters that take part."""
         self.trained, self._num_ranks = list(trained), num_ranks
-        self._num_rows = num_ranks if self.in_pieces else 1
+        self._num_rows = num_ranks if self.in_shards else 1
         self._places, self._marks_begin, self._num_elements = {}, {}, {}
         for dtype, states in self._by_dtype().items():
             step, ends = _ALIGN // dtype.itemsize, [0] * self._num_rows
@@ -132,7 +132,7 @@ class Bucket:
     def drop(self) -> None:
         """Frees the buffers."""
         self.stage = BucketStage.DONE
-        self.arrived, self.works, self.pieces, self.buffers = set(), [], {}, {}
+        self.arrived, self.works, self.shards, self.buffers = set(), [], {}, {}
 
     def fill(self, device: torch.device) -> None:
         """Allocates the buffers if there are none. They are zeros: a gradient that is not put in adds nothing."""
@@ -190,11 +190,11 @@ class Bucket:
         consumer.consume_bucket(gradients, loss_guard=guard)
 
 
-class PiecesBucket(Bucket):
+class ShardsBucket(Bucket):
     """A bucket whose reduction gives each rank its row: the segments of gradients that this rank updates, and the
-    marks. See [Note: gradients in pieces]."""
+    marks. See [Note: gradients in shards]."""
 
-    in_pieces = True
+    in_shards = True
 
     def __init__(
         self,
@@ -225,24 +225,24 @@ class PiecesBucket(Bucket):
         return torch.stack([self._own_guards.get(id(state), none) for state in states]) * 0 + loss_guard
 
     def _reduced_marks(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.pieces[dtype][self._marks_begin[dtype] :]
+        return self.shards[dtype][self._marks_begin[dtype] :]
 
     def consume(self, consumer: GradientConsumer, *, rank: int) -> None:
         present = self._with_gradients()
         if not present:
             return
         assert self.block is not None
-        for piece in self.pieces.values():
-            piece.div_(self._num_ranks)
+        for shard in self.shards.values():
+            shard.div_(self._num_ranks)
         found = [
-            (state, segment, self.pieces[state.parameter.dtype][at : at + segment.numel])
+            (state, segment, self.shards[state.parameter.dtype][at : at + segment.numel])
             for state in present
             for segment, at in self._places[id(state)]
             if segment.rank == rank
         ]
         marks = {dtype: iter(self._reduced_marks(dtype).to(torch.float32, copy=True)) for dtype in self.buffers}
         guards = {id(state): next(marks[state.parameter.dtype]) for state in self.trained}
-        consumer.consume_pieces(self.block, found, guards=[(state, guards[id(state)]) for state in present])
+        consumer.consume_shards(self.block, found, guards=[(state, guards[id(state)]) for state in present])
 
 
 def _up(number: int, step: int) -> int:
@@ -258,7 +258,7 @@ def buckets_of(
     shards: DeviceShards | None = None,
 ) -> list[Bucket]:
     """The buckets of a model, in the model's order. Each block has one, for the parameters that are used in no other
-    module; each module outside of blocks has one. `shards`: sharded blocks get buckets that are reduced in pieces."""
+    module; each module outside of blocks has one. `shards`: sharded blocks get buckets that are reduced in shards."""
     block_of = block_numbers(module, blocks)
     found: dict[int | str, list[ParameterState]] = {}
     for state in states:
@@ -267,8 +267,8 @@ def buckets_of(
 
 
 def _buckets_for(members: Sequence[ParameterState], shards: DeviceShards | None) -> list[Bucket]:
-    """The buckets of one block or module. There is one, except where it is reduced in pieces: then there are several of
-    at most `_PIECES_NBYTES`, or of one larger parameter. Each of them is reduced as soon as it is full, and two have
+    """The buckets of one block or module. There is one, except where it is reduced in shards: then there are several of
+    at most `_SHARDS_NBYTES`, or of one larger parameter. Each of them is reduced as soon as it is full, and two have
     buffers at the same time. Vectors get separate buckets, so that matrices do not wait for them: the norm at the start
     of a block gets its gradient last."""
     block = members[0].block
@@ -284,7 +284,7 @@ def _buckets_for(members: Sequence[ParameterState], shards: DeviceShards | None)
         begins = bool(groups) and state.parameter.dim() >= 2 > groups[-1][-1].parameter.dim()
         if not groups or begins or nbytes > room:
             groups.append([])
-            room = _PIECES_NBYTES
+            room = _SHARDS_NBYTES
         groups[-1].append(state)
         room -= nbytes
-    return [PiecesBucket(group, block, segments) for group in groups]
+    return [ShardsBucket(group, block, segments) for group in groups]

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_zo.backends.common.stray_weights import used_outside
-from ds_zo.backends.lomo.buckets import Bucket, GradientConsumer, Gradients, Pieces
+from ds_zo.backends.lomo.buckets import Bucket, GradientConsumer, Gradients, Shards
 from ds_zo.backends.lomo.parameters import Layer, ParameterState, link_blocks
 from ds_zo.backends.lomo.reducer import Reducer
 from ds_zo.backends.lomo.updates import Updater
@@ -316,17 +316,17 @@ class BackwardPasses:
             if state.layer is not None:
                 self._update_layer(state.layer)
 
-    def consume_pieces(self, block: RecomputedBlock, pieces: Pieces, *, guards: Gradients) -> None:
-        """Updates this rank's pieces of a block's weights. See [Note: gradients in pieces]."""
+    def consume_shards(self, block: RecomputedBlock, shards: Shards, *, guards: Gradients) -> None:
+        """Updates this rank's shards of a block's weights. See [Note: gradients in shards]."""
         assert self._block_store is not None
         guard_of: dict[int, tuple[torch.Tensor]] = {}
         if not self._two_passes:
             for state, guard in guards:
                 self._window.skipped.add(state, guard)
                 guard_of[id(state)] = (guard,)
-        with self._block_store.updating_piece(block.unit) as shard:
-            for state, segment, grad in pieces:
-                self._updater.update_piece(
+        with self._block_store.updating_shard(block.unit) as shard:
+            for state, segment, grad in shards:
+                self._updater.update_shard(
                     state, segment, shard, grad, coef=self.coef, guards=guard_of.get(id(state), ())
                 )
 
@@ -337,8 +337,8 @@ class BackwardPasses:
             return nullcontext()
         if self._phase is BackwardPhase.MEASURE and not self._block_store.is_sharded:
             return nullcontext()
-        if bucket.in_pieces and block.last_pass == self._pass_number:
-            return nullcontext()  # pieces need no weights, and this rank has taken part in the gather of the block
+        if bucket.in_shards and block.last_pass == self._pass_number:
+            return nullcontext()  # shards need no weights, and this rank has taken part in the gather of the block
         return None if self._block_store.has_materialised else self._materialised(block)
 
     @contextmanager

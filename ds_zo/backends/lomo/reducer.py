@@ -133,7 +133,7 @@ class GradientReducer(Reducer):
         """The buckets closed in this pass, in the order in which they were closed."""
         self._measures = False
         self._norms: list[torch.Tensor] = []
-        """In a pass that measures: norms of this rank's pieces of the summed gradients."""
+        """In a pass that measures: norms of this rank's shards of the summed gradients."""
         self._loss_guard: torch.Tensor | None = None
         self._has_warned = False
         on_gpu_by_gloo = device.type == "cuda" and "gloo" in str(dist.get_backend(process_group))
@@ -168,7 +168,7 @@ class GradientReducer(Reducer):
         assert bucket.stage is BucketStage.OPEN, f"the bucket of {state.name} is closed"
         bucket.fill(self._device)
         bucket.put(state, grad, guarded=self._loss_guard is not None and not self._measures)
-        if len(bucket.arrived) == len(bucket.trained) and (bucket.block is None or bucket.in_pieces):
+        if len(bucket.arrived) == len(bucket.trained) and (bucket.block is None or bucket.in_shards):
             self._close(bucket)
 
     def _close(self, bucket: Bucket) -> None:
@@ -239,7 +239,7 @@ class GradientReducer(Reducer):
                 with weights:
                     self._launch(bucket)
                     # A streamed block must be updated while it is materialised; other updates overlap the next bucket.
-                    now = bucket.block is not None and not bucket.in_pieces and not self._measures
+                    now = bucket.block is not None and not bucket.in_shards and not self._measures
                     self._retire(leaving=0 if now else 1)
 
     def _launch(self, bucket: Bucket) -> None:
@@ -249,10 +249,10 @@ class GradientReducer(Reducer):
         bucket.stage = BucketStage.REDUCING
         with explain_lost_rank(self._device):
             for dtype, buffer in bucket.buffers.items():
-                if (self._measures or bucket.in_pieces) and self._scatters:
-                    piece = buffer.new_empty(buffer.numel() // self._num_ranks)
-                    bucket.pieces[dtype] = piece
-                    work = _reduce_scatter(piece, buffer, group=self._group, async_op=True)
+                if (self._measures or bucket.in_shards) and self._scatters:
+                    shard = buffer.new_empty(buffer.numel() // self._num_ranks)
+                    bucket.shards[dtype] = shard
+                    work = _reduce_scatter(shard, buffer, group=self._group, async_op=True)
                 else:
                     work = dist.all_reduce(buffer, group=self._group, async_op=True)
                 bucket.works.append(work)
@@ -265,11 +265,11 @@ class GradientReducer(Reducer):
                 for work in bucket.works:
                     work.wait()
             rank = dist.get_rank(self._group)
-            if not bucket.pieces:
-                bucket.pieces = {d: buffer.chunk(self._num_ranks)[rank] for d, buffer in bucket.buffers.items()}
+            if not bucket.shards:
+                bucket.shards = {d: buffer.chunk(self._num_ranks)[rank] for d, buffer in bucket.buffers.items()}
             if self._measures:
                 self._norms += [
-                    torch.linalg.vector_norm(piece, dtype=torch.float32) for piece in bucket.pieces.values()
+                    torch.linalg.vector_norm(shard, dtype=torch.float32) for shard in bucket.shards.values()
                 ]
             else:
                 consumer = self._consumer()

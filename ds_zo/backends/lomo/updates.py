@@ -21,7 +21,7 @@ class UpdateRule:
     update: Callable[..., torch.Tensor | None]
     """Called with a parameter state, a gradient, the optimizer's params, and the keywords of `update_by_sgd`."""
     is_elementwise: bool
-    """A rank can update its piece of a parameter without the rest."""
+    """A rank can update its shard of a parameter without the rest."""
     has_moments: bool
     """The first update of every parameter makes moments."""
 
@@ -59,7 +59,7 @@ SGD = UpdateRule(update_by_sgd, is_elementwise=True, has_moments=False)
 
 
 class Updater:
-    """Updates parameters, and rank's pieces of parameters, by their gradients."""
+    """Updates parameters, and rank's shards of parameters, by their gradients."""
 
     def __init__(
         self, rule: UpdateRule, config: Resolved, *, optimizer: torch.optim.Optimizer, window: AccumulationWindow
@@ -128,7 +128,7 @@ class Updater:
         if guard is not None:
             self._window.skipped.add(state, guard)
 
-    def update_piece(
+    def update_shard(
         self,
         state: ParameterState,
         segment: ParameterShard,
@@ -138,7 +138,7 @@ class Updater:
         coef: torch.Tensor | None,
         guards: Sequence[torch.Tensor],
     ) -> None:
-        """Updates this rank's piece of a parameter. `shard`: the bytes of this rank's piece of the block."""
+        """Updates this rank's shard of a parameter. `shard`: the bytes of this rank's shard of the block."""
         lr, decay, _ = self.rates[id(state.parameter)]
         dtype = state.parameter.dtype
         rounds = self._rounding == "stochastic" and dtype is not torch.float32

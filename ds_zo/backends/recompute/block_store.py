@@ -5,8 +5,8 @@ to a slot, which is a buffer on the device, and updates are made in that slot. W
 parameters are views of the stored bytes.
 
 [Note: sharded blocks] At ZeRO stage 3 the ranks of a machine store each block once, in shared memory ([Note: shared
-host memory]). To materialise a block, every rank uploads its piece and the pieces are gathered. All ranks have the
-averaged gradients, so all make the same update in their slots, and each copies its own piece back. Gathers and
+host memory]). To materialise a block, every rank uploads its shard and the shards are gathered. All ranks have the
+averaged gradients, so all make the same update in their slots, and each copies its own shard back. Gathers and
 reductions must have the same order on all ranks. Therefore every rank materialises every trained block in the planned
 order, also a block that its own batch skips. (Ranks may skip blocks, or may all repeat a block equally often. They must
 not run blocks in different orders.) Modules outside of blocks are on the device of every rank.
@@ -161,10 +161,10 @@ class RecomputedBlockStore(BlockStore):
         return nullcontext()
 
     @contextmanager
-    def updating_piece(self, unit: Unit) -> Iterator[torch.Tensor]:
-        """Context in which this rank's piece of a sharded unit may be changed. Yields the bytes of the piece."""
-        with torch.inference_mode(False), torch.no_grad(), self.runtime.updating(unit) as piece:
-            yield piece
+    def updating_shard(self, unit: Unit) -> Iterator[torch.Tensor]:
+        """Context in which this rank's shard of a sharded unit may be changed. Yields the bytes of the shard."""
+        with torch.inference_mode(False), torch.no_grad(), self.runtime.updating(unit) as shard:
+            yield shard
 
     def is_materialised(self, unit: Unit) -> bool:
         return unit.in_use
@@ -221,7 +221,7 @@ class RecomputedBlockStore(BlockStore):
     def close(self, *, keep_weights: bool) -> None:
         """Frees slots and storage. `keep_weights`: the module remains usable, so its weights move to memory of this
         process. Parameters that are sharded over devices are left without elements, as by DeepSpeed, because no rank
-        has more than a piece of them."""
+        has more than a shard of them."""
         self.wait()
         for unit in self.placement.blocks if keep_weights else ():
             if unit.is_sharded:
@@ -270,7 +270,7 @@ class RecomputedModuleState(ModuleState):
 
     def _is_read_whole(self, unit: Unit) -> bool:
         """Whether a parameter of the unit is read and written by way of the whole unit. True for units that are sharded
-        over devices: this rank has a piece at most ([Note: device shards])."""
+        over devices: this rank has a shard at most ([Note: device shards])."""
         return unit.is_sharded
 
     @torch.no_grad()

@@ -38,7 +38,7 @@ from ds_zo.checkpoint.layout import (
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.recorder import TrajectoryRecorder
 from ds_zo.checkpoint.replay import saved_values
-from ds_zo.checkpoint.snapshot import Piece, Snapshot, module_pieces, persistent_buffers
+from ds_zo.checkpoint.snapshot import Snapshot, WeightsFile, module_files, persistent_buffers
 from ds_zo.checkpoint.stock import check_forms
 from ds_zo.streaming.fold_schedule import FOLD_ORDER, turn
 from ds_zo.streaming.loading import source_of
@@ -56,7 +56,7 @@ class ZOCheckpoint:
     # Saving
 
     def snapshot(self, *, hold: bool, omit_frozen: bool, omit_base: bool) -> Snapshot:
-        """Returns the pieces to write. With `hold`, training goes on while they are written.
+        """Returns the files to write. With `hold`, training goes on while they are written.
 
         See [Note: replaced buffers], and for `omit_base` [Note: frozen base].
         """
@@ -65,7 +65,8 @@ class ZOCheckpoint:
         base = set(block_store.base) if omit_base else set()
         omitted |= base
         if self._block_store.device.type == "cuda" and not hold:
-            torch.cuda.current_stream(block_store.device).synchronize()  # `_piece` waits for each unit's download
+            # `_weights_file` waits for each unit's download.
+            torch.cuda.current_stream(block_store.device).synchronize()
         state = {**self.facts(), "omitted": sorted(omitted), "rows": block_store.log.rows.cpu().clone()}
         if base:
             state["base"] = self._describe_base(omitted)
@@ -73,17 +74,17 @@ class ZOCheckpoint:
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
         state["buffers"] = sorted(buffers)
         order = sorted(range(len(units)), key=lambda i: self._steps_to_fold(units[i]))
-        pieces = module_pieces(buffers, hold=hold)
-        order += range(len(units), len(units) + len(pieces))
-        held: list[Piece] = []
+        of_buffers = module_files(buffers, hold=hold)
+        order += range(len(units), len(units) + len(of_buffers))
+        held: list[WeightsFile] = []
         try:
             for unit in units:
-                held.append(self._piece(unit, hold=hold, omitted=omitted))
+                held.append(self._weights_file(unit, hold=hold, omitted=omitted))
         except BaseException:  # no memory for a copy, say: code that rewrites weights would wait for ever
-            for piece in held:
-                piece.written()
+            for weights_file in held:
+                weights_file.written()
             raise
-        return Snapshot([*held, *pieces], lambda: state, order=order)
+        return Snapshot([*held, *of_buffers], lambda: state, order=order)
 
     def is_as_replayed(self, first_step: int) -> bool:
         """Whether the stored bytes are those of a replay from `first_step`, which folds units where training passes do.
@@ -136,16 +137,16 @@ class ZOCheckpoint:
             "device": block_store.device.type,
         }
 
-    def _piece(self, unit: Unit, *, hold: bool, omitted: set[str]) -> Piece:
-        """One unit's tensors as a piece of the snapshot. With `hold`, the claim keeps them as they are until they are
+    def _weights_file(self, unit: Unit, *, hold: bool, omitted: set[str]) -> WeightsFile:
+        """One unit's tensors as a file of the snapshot. With `hold`, the claim keeps them as they are until they are
         written."""
         if all(placed.name in omitted for placed in unit.placed):
-            return Piece(dict, 0, unit_key(describe(unit)))
+            return WeightsFile(dict, 0, unit_key(describe(unit)))
         if hold:
             if self._block_store.shared is not None:
                 self._block_store.runtime.host_wait(unit)
             held = self._block_store.claims.claim(unit)
-            return Piece(
+            return WeightsFile(
                 lambda: _without(unit_tensors(unit, *held.buffers()), omitted),
                 unit.nbytes + unit.low_nbytes,
                 unit_key(describe(unit)),
@@ -156,7 +157,7 @@ class ZOCheckpoint:
             self._block_store.runtime.host_wait(unit)
             return _without(host_tensors(unit), omitted)
 
-        return Piece(tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)))
+        return WeightsFile(tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)))
 
     def _describe_base(self, names: set[str]) -> dict[str, Any]:
         units = self._block_store.placement.units
