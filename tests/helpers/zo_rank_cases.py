@@ -138,6 +138,7 @@ def from_folder(rank: int, folder: Path) -> dict[str, Any]:
     for stage in (0, 3):
         for read in (load_pretrained, lambda auto, path: auto.from_pretrained(path)):
             made = engine_for(read(AutoModelForCausalLM, str(folder)).train(), json_for(stage=stage))
+            torch.manual_seed(rank)  # of dropout
             losses = train(made, [tiny_batch("llama", seed=seed + rank, batch_size=1, length=8) for seed in (0, 2)])
             found[f"{stage} {len(found)}"] = {"losses": losses, "digest": digest(made)}
     return found
