@@ -63,7 +63,7 @@ def test_speeds_that_the_readme_compares_are_of_rows() -> None:
     ours, other = (row_of("h200_lomo.jsonl", f"speed/{name}", run) for name in ("adalomo", "peer_adalomo"))
     assert f"takes {1e3 * ours['step_s']:.0f} ms a step, and {1e3 * other['step_s']:.0f} ms by the package" in text
     run = "20261117T050307Z"
-    ours, other = (row_of("h200_adapter.jsonl", f"7b/nf4-{name}", run) for name in ("streamed", "bitsandbytes"))
+    ours, other = (row_of("h200_adapter.jsonl", f"7b/nf4-{name}", run) for name in ("streamed-inputs", "bitsandbytes"))
     said = "makes {:,.0f} tokens/s in {:.1f} GB, and bitsandbytes with the base on the GPU {:,.0f} in {:.1f} GB."
     assert said.format(*(row[key] for row in (ours, other) for key in ("tokens_per_s", "peak_gb"))) in text
     gpu, host, speed = figures_of(row_of("lean/held-7b-24gb/rows.jsonl", "zero2-offload-bf16", ""))
