@@ -39,7 +39,7 @@ _GROUP_LAUNCH_S = 3e-4
 
 
 @dataclass
-class _Group:
+class _UpdateGroup:
     """A block, or a module outside the blocks, whose Adam runs on the CPU."""
 
     payload_nbytes: int = 0
@@ -67,7 +67,7 @@ class _Group:
 class _Counts:
     """Sizes that follow from the shapes of a model's parameters."""
 
-    groups: dict[object, _Group] = field(default_factory=dict)
+    groups: dict[object, _UpdateGroup] = field(default_factory=dict)
     """By the index of a block, or the name of a parameter outside the blocks."""
     projector_nbytes: int = 0
     subspace_numel: int = 0
@@ -79,7 +79,7 @@ class _Counts:
     projected_nbytes: int = 0
     """Bytes of the weights of projected matrices."""
 
-    def largest(self, size: Callable[[_Group], int]) -> int:
+    def largest(self, size: Callable[[_UpdateGroup], int]) -> int:
         return max(map(size, self.groups.values()), default=0)
 
 
@@ -189,7 +189,7 @@ def _count(model: Model, params: LSPParams, *, streams: bool) -> _Counts:
             continue
         if is_outside and params.edge == "freeze":
             continue
-        group = counts.groups.setdefault(block_of.get(id(p), name), _Group())
+        group = counts.groups.setdefault(block_of.get(id(p), name), _UpdateGroup())
         projects = p.ndim == 2 and params.projector != "none" and not (is_outside and params.edge == "dense")
         dims = choose_dims(p.shape[0], p.shape[1], params.subspace_dim) if projects else None
         nbytes = p.numel() * p.element_size()

@@ -65,6 +65,8 @@ def test_a_name_is_taken_once() -> None:
 def test_the_readme_lists_every_task_and_its_fields() -> None:
     text = README.read_text(encoding="utf-8")
     for name, task in TASKS.items():
+        if not task.__module__.startswith("ds_zo."):
+            continue  # registered by another test of this process
         assert f"`{name}`" in text
         if name != "code_or_text":
             (line,) = [
