@@ -26,7 +26,7 @@ class Trait(Flag):
     SHARDS_HOST = auto()
     """Under ZeRO stage 3 and streaming, the ranks of a machine divide its host copy of the weights among them."""
     SHARDS_DEVICE = auto()
-    """Under ZeRO stage 3 without streaming, each device keeps a piece of every block."""
+    """Under ZeRO stage 3 without streaming, each device keeps a shard of every block."""
     OFFLOADS_OPTIMIZER = auto()
     """The backend reads `offload_optimizer`. Without it the section is reported as ignored."""
     SCALES_LOSS = auto()

@@ -238,7 +238,7 @@ def estimate_zero3(
 
 
 def _shards(model: Model) -> Shards:
-    """Each GPU keeps a piece of all weights, and two gathered blocks."""
+    """Each GPU keeps a shard of all weights, and two gathered blocks."""
     weights = model.weights_nbytes
     gathered = 2 * weights // max(1, len(model.blocks))
     return Shards(blocks_nbytes=weights, non_blocks_nbytes=0, gathered_nbytes=gathered, reduced_nbytes=0)
