@@ -201,14 +201,19 @@ class ModuleState(ABC):
         stop_intercepting(p for p in module._parameters.values() if p is not None)
 
     def _put_current_weights(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Hook after a module's `state_dict`: puts the weights of the current step in it."""
-        for name, p in module._parameters.items():
-            if p is None or id(p) not in self._placement_of or self.is_gathered(p):
-                continue
-            if prefix + name in state_dict:
-                state_dict[prefix + name] = self._read_into(state_dict, p)
-            if self._placement_of[id(p)][0].is_intercepted:
-                intercept([p])
+        """Hook after a module's `state_dict`: puts the weights of the current step in it. Reads call `refresh` again
+        also if Ctrl-C ends it."""
+        placed = {
+            name: p
+            for name, p in module._parameters.items()
+            if p is not None and id(p) in self._placement_of and not self.is_gathered(p)
+        }
+        try:
+            for name, p in placed.items():
+                if prefix + name in state_dict:
+                    state_dict[prefix + name] = self._read_into(state_dict, p)
+        finally:
+            intercept(p for p in placed.values() if self._placement_of[id(p)][0].is_intercepted)
 
     @contextmanager
     def frozen_undecoded(self) -> Iterator[None]:

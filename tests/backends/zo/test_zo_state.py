@@ -326,7 +326,7 @@ def test_reading_weights_inside_a_training_forward_changes_nothing(resident_bloc
 
 
 @pytest.mark.parametrize("num_whole", range(5))
-@pytest.mark.parametrize(("what", "reads"), [("an evaluation", False), ("an evaluation", True), ("state_dict", False)])
+@pytest.mark.parametrize(("what", "reads"), [("an evaluation", False), ("an evaluation", True), ("state_dict", True)])
 def test_ctrl_c_in_a_look_at_the_weights_changes_nothing(
     what: str, num_whole: int, reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
