@@ -25,7 +25,7 @@ def newest(folder: Path) -> str | None:
 
 def register(optimizer: type) -> bool:
     try:
-        ds_zo.register_backend("Mine", optimizer, stream=False)
+        ds_zo.register_backend("Mine", optimizer, streams=False)
     except ds_zo.ConfigError:
         return False
     ds_zo.uninstall()

@@ -75,11 +75,16 @@ def _entry(
     """`traits`: their names in lower case."""
     given = NO_BACKEND if stock_types else Trait.ROUNDS_UPDATES
     for name in traits:
-        if name.upper() not in Trait.__members__:
-            known = [trait.lower() for trait in Trait.__members__]
-            raise TypeError(f"a backend has no keyword of this name, got {name}; {suggestion(name, known)} ({name})")
-        given |= Trait[name.upper()]
+        given |= _trait(name)
     return BackendEntry(optimizer_type, backend, params, stock_types, given, planner)
+
+
+def _trait(name: str) -> Trait:
+    """The trait of a name in lower case."""
+    if name.upper() not in Trait.__members__:
+        known = [trait.lower() for trait in Trait.__members__]
+        raise TypeError(f"a backend has no keyword of this name, got {name}; {suggestion(name, known)} ({name})")
+    return Trait[name.upper()]
 
 
 _LOMO_TRAITS = (
@@ -145,7 +150,7 @@ def register_backend(
     names of `ds_zo.config.marks.Trait` in lower case, by default False. Call it before `deepspeed.initialize`, in every
     process; to register the same entry twice does nothing.
     """
-    given = [name for name, is_given in traits.items() if is_given]
+    given = [name for name, is_given in traits.items() if _trait(name) and is_given]  # a misspelt False raises too
     entry = _entry(optimizer_type, backend, params, given, stock_types=stock_types, planner=planner)
     stock = {name.lower() for name in (*DEEPSPEED_OPTIMIZERS, *dir(torch.optim))}
     if entry.name in stock or _entries.get(entry.name, entry) != entry:

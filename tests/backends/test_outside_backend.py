@@ -286,8 +286,9 @@ def test_a_name_is_taken_once() -> None:
 
 
 def test_what_is_registered_must_be_a_backend() -> None:
-    with pytest.raises(TypeError, match='no keyword of this name, got stream; did you mean "streams"'):
-        ds_zo.register_backend("NoBackend", dict, stream=True)
+    for given in (True, False):
+        with pytest.raises(TypeError, match='no keyword of this name, got stream; did you mean "streams"'):
+            ds_zo.register_backend("NoBackend", dict, stream=given)
     ds_zo.register_backend("NoBackend", dict)
     with pytest.raises(TypeError, match=r"subclass of ds_zo\.backends\.Backend"):
         start(config(kind="NoBackend"))

@@ -197,7 +197,8 @@ def page(rows: dict[Cell, Found], text: str) -> str:
     lines += ["", f"Rows: `{FILE.name}` in `benchmarks/results`.", ""]
     lines += ['<details markdown="1">', "<summary>The models, by their type in transformers</summary>", ""]
     for title, members in groups.items():
-        lines.append(f"- {title}: {', '.join(f'`{kind}`' for kind in members)}.")
+        words = f"{title}: {', '.join(f'`{kind}`' for kind in members)}."
+        lines += textwrap.wrap(words, 118, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
     made = "\n".join([*lines, "", "</details>"])
     before, rest = text.split(BEGIN)
     return f"{before}{BEGIN}\n\n{made}\n\n{END}{rest.split(END)[1]}"

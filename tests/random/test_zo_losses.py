@@ -308,7 +308,12 @@ def test_a_drawn_script_trains_as_plain_passes_do(seed: int, lines: list[str], m
         for term in draw.sample(HARMLESS, draw.randrange(3)):
             total = total + term(engine, output, batch)
         before = weights(engine.module)
-        for term in (DROPPED[(3 * seed + step) % len(DROPPED)], *draw.sample(DROPPED, draw.randrange(3))):
+        at = 3 * seed + step
+        for term in (
+            DROPPED[at % len(DROPPED)],
+            DROPPED[(at + 10) % len(DROPPED)],
+            *draw.sample(DROPPED, draw.randrange(3)),
+        ):
             wrong = draw.choice([0, 1]) * total + term(engine, output, batch)
             for backward in (engine.backward, torch.Tensor.backward):
                 with pytest.raises(ValueError, match=r"This loss also depends on .*: .*\(engine.backward\)"):

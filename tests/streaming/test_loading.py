@@ -499,6 +499,20 @@ def test_a_shard_that_is_cut_off_is_named_by_the_engine_that_reads_it(tmp_path: 
         engine_for(model, zo_json(**NF4))
 
 
+def test_a_damaged_index_or_single_file_is_named_by_load_pretrained(tmp_path: Path) -> None:
+    folder = Path(save(tiny_model("llama"), tmp_path / "model", sharded=True))
+    for text in ("{", "[]", '{"weight_map": []}'):
+        (folder / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(
+            ValueError, match=r"index\.json is missing, damaged or cut off .*: download or save the model"
+        ):
+            load_pretrained(hf.AutoModelForCausalLM, str(folder))
+    single = Path(save(tiny_model("llama"), tmp_path / "single"), "model.safetensors")
+    single.write_bytes(single.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors is missing, damaged or cut off"):
+        load_pretrained(hf.AutoModelForCausalLM, str(single.parent))
+
+
 @pytest.mark.parametrize("backend", ["zo", "adapter"])
 def test_a_base_weight_that_was_written_outlives_its_engine(backend: str, tmp_path: Path) -> None:
     """The files hold another value. Weights that were not written are unread again."""

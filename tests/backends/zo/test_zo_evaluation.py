@@ -161,6 +161,27 @@ def test_bf16_weights_by_name_are_the_float32_ones_rounded(place: str, master: s
             assert torch.equal(value, masters[name].bfloat16()), name
 
 
+def test_generate_with_its_cache() -> None:
+    """Updates are pending at the second step: the interval is 4."""
+    json = zo_json(**PLACES["streamed"], **BF16)
+    expected = train(engine_for(tiny_model("llama"), json), BATCHES[:2])
+    engine = engine_for(tiny_model("llama"), json)
+    prompt = eval_batch()["input_ids"][:, :4]
+    how = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+
+    def generate(step: int) -> None:
+        engine.module.eval()
+        ours = engine.module.generate(prompt, use_cache=True, **how)
+        engine.module.train()
+        theirs = current(engine).generate(prompt, use_cache=True, **how)
+        assert ours.past_key_values is not None
+        assert torch.equal(ours.sequences, theirs.sequences)
+        for a, b in zip(ours.logits, theirs.logits, strict=True):
+            assert torch.equal(a, b)
+
+    assert train(engine, BATCHES[:2], after=generate) == expected
+
+
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_save_pretrained(place: str, tied: bool, tmp_path: Path) -> None:

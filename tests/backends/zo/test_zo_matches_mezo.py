@@ -144,6 +144,28 @@ def test_frozen_parameters_follow_mezo_and_never_change(offload: bool, interval:
         assert_follows(engine, reference, map(case.batch, range(5)), measured)
 
 
+def test_lr_schedule_follows_mezo() -> None:
+    """An update is made when it is replayed, with the lr of the step that it belongs to."""
+    case, lr, num_steps = CASES["llama"], 1e-3, 8
+    warmup = {"warmup_min_lr": 1e-4, "warmup_max_lr": lr, "warmup_num_steps": num_steps, "warmup_type": "linear"}
+    model = case.make()
+    reference = PlainMeZO(model, lr=lr)
+    start = {name: value.clone() for name, value in reference.weights.items()}
+    scheduler = {"type": "WarmupLR", "params": warmup}
+    with zo_engine(model, {**zo_config(lr=lr, stream={"writeback_interval": 4}), "scheduler": scheduler}) as engine:
+        used, losses = [], []
+        for batch in map(case.batch, range(num_steps)):
+            used.append(engine.get_lr()[0])
+            one_step(engine, batch)
+            reference.lr = used[-1]
+            losses.append(reference.step(loss_on(batch))[0])
+        assert used == sorted(used) and used[-1] > 5 * used[0], "the schedule did not move"
+        reference.lr = lr
+        bound = weights_error(reference, losses)
+        assert largest_difference(parameters_of(engine), reference.weights) <= bound
+        assert largest_difference(reference.weights, start) > 20 * bound
+
+
 def test_accumulated_micro_batches_follow_mezo_on_the_whole_batch() -> None:
     """4 x 1 against 1 x 4, with one z a step."""
     case = CASES["llama"]
