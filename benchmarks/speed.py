@@ -62,6 +62,10 @@ def cases_of(
 ) -> list[Case]:
     """The cases of a suite. `tiny` rehearses them on toy models. `given` replaces parameters of all cases."""
     if suite in _IN_CODE:
+        if given:
+            raise SystemExit(
+                f"suite {suite} takes its settings from ds_configs/, got {', '.join(given)}: leave out --set"
+            )
         return _IN_CODE[suite](device=device, tiny=tiny)
     found = []
     for group in suites()[suite]:
@@ -131,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(report(read_rows(args.report)))
         return
     if args.suite not in (*suites(), *_IN_CODE) and ":" not in str(args.suite):
-        parser.error(f"a suite is one of {names}, got {args.suite}: choose one")
+        parser.error(f"a suite is one of {names}, or MODULE:FUNCTION, got {args.suite or 'none'}: choose one")
     if argv is None and not args.list:
         prepare_to_fork()
     cases = chosen(args)
@@ -158,7 +162,9 @@ def chosen(args: argparse.Namespace) -> list[Case]:
 
 def _setting(text: str) -> tuple[str, Any]:
     """A key, and its value as JSON; what is no JSON is a word."""
-    key, _, value = text.partition("=")
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise SystemExit(f"a setting is KEY=VALUE, got {text!r} (--set)")
     try:
         return key, json.loads(value)
     except json.JSONDecodeError:
