@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.training_case import TrainingCase, token_ids
+from benchmarks.training_case import TrainingCase, block_store_of, token_ids
+from ds_zo.backends.adapter.streamed import FrozenBlockStore
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise
 from ds_zo.ops import CHUNK_NUMEL, nf4
@@ -34,6 +35,7 @@ from ds_zo.planner import plan
 from ds_zo.planner.models import DTYPES
 from ds_zo.planner.shapes import RANDOM
 from ds_zo.records.rows import Row
+from ds_zo.streaming.block_store import BlockStore
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.loading import attach_source
 
@@ -44,6 +46,9 @@ _OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
 }
 _NUM_TIMED_UPLOADS = 8
 
+Step = Callable[[torch.Tensor], torch.Tensor]
+Made = tuple[Step, BlockStore | None]
+
 
 def measure(**settings: Any) -> Row:
     """Measures one case in this process."""
@@ -53,10 +58,8 @@ def measure(**settings: Any) -> Row:
     device = start_device(case.device, cap_gb=case.cap_gb)
     start = time.perf_counter()
     model: Any = case.lazy_model(device)
-    config = model.config
     methods = {"adapter": _engine, "zo": _engine, "peft": _plain, "bitsandbytes": _bitsandbytes, "zero3": _zero3}
-    make = methods[case.method]
-    step, store = make(case, model, device)
+    step, store = methods[case.method](case, model, device)
     load_s = time.perf_counter() - start
     ids = token_ids(model, case.batch, case.length, device)
     first = time.perf_counter()
@@ -73,7 +76,7 @@ def measure(**settings: Any) -> Row:
         "cap_gb": case.cap_gb,
         "rank": case.rank,
         "adapters": "peft" if _has_peft() else "plain",
-        "layers": config.num_hidden_layers,
+        "layers": model.config.num_hidden_layers,
         "batch": case.batch,
         "length": case.length,
         "tokens_per_s": ids.numel() / row["step_s"],
@@ -89,7 +92,7 @@ def measure(**settings: Any) -> Row:
         row["blocks"] = len(blocks)
         row["store_gb"] = store.store.nbytes / 1e9
         row["pinned_gb"] = store.store.pinned_nbytes / 1e9
-        host_inputs = getattr(store, "host_inputs", None)
+        host_inputs = store.host_inputs if isinstance(store, FrozenBlockStore) else None
         row["inputs_gb"] = 0.0 if host_inputs is None else host_inputs.nbytes / 1e9
         row["up_gb_a_step"] = (store.runtime.bytes_up - up_before) / case.steps / 1e9
         row["up_gbps"] = _up_gbps(store, device)
@@ -99,7 +102,7 @@ def measure(**settings: Any) -> Row:
     return row
 
 
-def _up_gbps(store: Any, device: torch.device) -> float | None:
+def _up_gbps(store: BlockStore, device: torch.device) -> float | None:
     """GB/s of uploads of stored blocks into a slot, with nothing beside them. None without streamed blocks or a GPU."""
     units = [unit for unit in store.placement.blocks if unit.streamed][:_NUM_TIMED_UPLOADS]
     if device.type != "cuda" or not units:
@@ -126,10 +129,7 @@ def _planned(case: TrainingCase) -> Row:
     }
 
 
-Step = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _engine(case: TrainingCase, model: nn.Module, device: torch.device) -> tuple[Step, Any]:
+def _engine(case: TrainingCase, model: nn.Module, device: torch.device) -> Made:
     """The backend `adapter` or `zo`, and its block store."""
     import deepspeed
 
@@ -153,8 +153,7 @@ def _engine(case: TrainingCase, model: nn.Module, device: torch.device) -> tuple
     kept.clear()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    store = (engine.backend._base if case.method == "adapter" else engine.backend).block_store
-    return _step_of(engine), store
+    return _step_of(engine), block_store_of(engine)
 
 
 def _step_of(engine: Any) -> Step:
@@ -189,18 +188,18 @@ def _repeat_first_block(model: Any) -> dict[str, nf4.Quantised]:
     return kept
 
 
-def _plain(case: TrainingCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
+def _plain(case: TrainingCase, model: nn.Module, device: torch.device) -> Made:
     """PyTorch with gradient checkpointing, the base on the device in its own dtype."""
     whole = materialise(model, device)
     return _loop(case, _with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device))
 
 
-def _bitsandbytes(case: TrainingCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
+def _bitsandbytes(case: TrainingCase, model: nn.Module, device: torch.device) -> Made:
     """The same with the linear layers of blocks in NF4 by bitsandbytes."""
     return _loop(case, _with_lora4bit(case, model, device))
 
 
-def _zero3(case: TrainingCase, model: nn.Module, device: torch.device) -> tuple[Step, None]:
+def _zero3(case: TrainingCase, model: nn.Module, device: torch.device) -> Made:
     """The same under DeepSpeed's ZeRO-3, with parameters in pinned host memory and uploads ahead of their use."""
     import deepspeed
 
@@ -242,7 +241,7 @@ def _with_lora4bit(case: TrainingCase, model: nn.Module, device: torch.device) -
     return _with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device)
 
 
-def _loop(case: TrainingCase, model: Any) -> tuple[Step, None]:
+def _loop(case: TrainingCase, model: Any) -> Made:
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -1,9 +1,9 @@
 """The README's picture: GPU memory to fine-tune models of four sizes, by ds_zo, ZeRO-Offload and QLoRA.
 
-    python -m benchmarks.front_page --plan benchmarks/results/cpu_front_page.jsonl    # computes the cases without a row
-    python -m benchmarks.front_page --draw docs/pictures/front_page.svg
+    python -m benchmarks.front_page --plan benchmarks/results/cpu_front_page.jsonl
 
-A bar is of a measured row. Where there is none it is of a planned row, drawn pale and marked by "≈".
+The command writes a row for each case that no measured row has. `benchmarks.pages` draws the picture. A bar is of a
+measured row. Where there is none it is of a planned row, drawn pale and marked by "≈".
 """
 
 from __future__ import annotations
@@ -140,15 +140,11 @@ def draw() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", type=Path, metavar="FILE", help="write the planned rows anew")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="write the picture")
-    args = parser.parse_args(arguments)
-    if args.plan:
-        args.plan.unlink(missing_ok=True)
-        for case in PLANS:
-            append_row(args.plan, planned_row(case))
-    if args.draw:
-        args.draw.write_text(draw(), encoding="utf-8")
+    parser.add_argument("--plan", type=Path, metavar="FILE", required=True, help="a file that is written anew")
+    out = parser.parse_args(arguments).plan
+    out.unlink(missing_ok=True)
+    for case in PLANS:
+        append_row(out, planned_row(case))
 
 
 if __name__ == "__main__":

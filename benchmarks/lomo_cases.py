@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from benchmarks.lomo_methods import KEEPS_GRADIENTS, STATE_BYTES, make_trainer
-from benchmarks.training_case import TrainingCase, random_batch, slow_host_row
+from benchmarks.training_case import TrainingCase, block_store_of, moved_bytes, random_batch, slow_host_row, traffic_row
 from ds_zo.bench.measure import measure_steps, memory_peaks, start_device
 from ds_zo.bench.shapes import materialise
-from ds_zo.bench.trainer import Batch, Trainer, set_checkpointing
+from ds_zo.bench.trainer import Batch, set_checkpointing
 from ds_zo.records.rows import Row
 from ds_zo.streaming.allocator import num_retries
 from ds_zo.streaming.blocks import find_blocks
@@ -31,7 +31,7 @@ def speed(**settings: Any) -> Row:
     case = TrainingCase(**settings)
     where = start_device(case.device, cap_gb=case.cap_gb)
     model = case.lazy_model(where, positions=_POSITIONS)
-    numel = _numel(model)
+    numel = sum(p.numel() for p in model.parameters())
     streamed = case.stream is not None
     needed_gb = _least_nbytes(case.method, numel, streamed=streamed or case.method == "zero3_offload") / 1e9
     num_tokens = case.batch * case.length
@@ -52,7 +52,8 @@ def speed(**settings: Any) -> Row:
     for number in range(2, case.warmup + 1):
         first.append(float(trainer.step(ids)))
         said(f"step {number} done")
-    before = _moved(trainer)  # a streaming engine places its blocks in its first step
+    store = block_store_of(trainer.engine)
+    before = moved_bytes(store)  # a streaming engine places its blocks in its first step
     retries = num_retries(where)
 
     def step() -> torch.Tensor:
@@ -78,7 +79,8 @@ def speed(**settings: Any) -> Row:
         **measured,
         **trainer.facts,
         "losses": first + measured["losses"],
-        **_streaming(trainer, before, num_steps=case.steps),
+        **({} if store is None else {"placement": trainer.engine.backend.describe()}),
+        **traffic_row(store, before, steps=case.steps),
     }
 
 
@@ -95,7 +97,7 @@ def memory(**settings: Any) -> Row:
     model = materialise(case.lazy_model(where, positions=_POSITIONS)).to(where)
     model.train()
     set_checkpointing(model, case.checkpointing)
-    numel = _numel(model)
+    numel = sum(p.numel() for p in model.parameters())
     sizes = [p.numel() * p.element_size() for p in model.parameters()]
     ids = random_batch(model, case.batch, case.length, where)
     before = _allocated(where)
@@ -292,10 +294,6 @@ class _Progress:
         return passed_s
 
 
-def _numel(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
 def _allocated(where: torch.device) -> int:
     return torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
 
@@ -309,23 +307,3 @@ def _warm_libraries(where: torch.device) -> None:
 def _least_nbytes(method: str, numel: int, *, streamed: bool) -> int:
     """Of 16-bit weights, gradients and state; activations come on top."""
     return 0 if streamed else numel * (2 + (2 if method in KEEPS_GRADIENTS else 0) + STATE_BYTES[method])
-
-
-def _moved(trainer: Trainer) -> tuple[int, int] | None:
-    runtime = _found(trainer.engine, "backend._block_store.runtime")
-    return None if runtime is None else (runtime.bytes_up, runtime.bytes_down)
-
-
-def _streaming(trainer: Trainer, before: tuple[int, int] | None, *, num_steps: int) -> Row:
-    """Traffic a step, and what the backend says of its placement."""
-    after = _moved(trainer)
-    if before is None or after is None:
-        return {}
-    up, down = ((after[i] - before[i]) / num_steps / 1e9 for i in (0, 1))
-    return {"up_gb_a_step": up, "down_gb_a_step": down, "placement": trainer.engine.backend.describe()}
-
-
-def _found(owner: Any, path: str) -> Any:
-    for name in path.split("."):
-        owner = getattr(owner, name, None)
-    return owner

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +31,11 @@ from benchmarks.training_case import (
     slow_host_row,
     with_compiled_blocks,
 )
+from ds_zo.backends.lsp.backend import LSPBackend
+from ds_zo.backends.lsp.host_adam import HostAdam
+from ds_zo.backends.lsp.host_group import HostGroup
+from ds_zo.backends.lsp.scheduler import ServiceOrder
+from ds_zo.backends.lsp.transfers import Copy, CopyLane, TransferStreams, UploadBuffer
 from ds_zo.bench.contenders import ALL, Contender, config_of, shared_config
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise
@@ -79,7 +85,7 @@ def _speed(case: TrainingCase, where: torch.device, stack: ExitStack) -> Row:
         else:
             trainer = _engine(ALL[method], model, case)
         for part in case.without:
-            stack.enter_context(_WITHOUT[part](trainer.engine))
+            stack.enter_context(_WITHOUT[part](trainer.engine.backend))
         if case.compiled:
             trainer = with_compiled_blocks(trainer, model)
         ids = random_batch(model, case.batch, case.length, where)
@@ -121,14 +127,17 @@ def _speed(case: TrainingCase, where: torch.device, stack: ExitStack) -> Row:
     for link in other_links:
         with on_link(link):
             row.setdefault("links", {})[link_name(link)] = on_this_link()
-    biases = getattr(getattr(trainer.engine, "backend", None), "biases", None)
-    if biases:
-        row |= {
-            "fit_s": trainer.engine.backend.fit_s,
-            "bias_median": statistics.median(biases.values()),
-            "bias_max": max(biases.values()),
-        }
+    backend = _lsp_of(trainer)
+    if backend is not None and backend.biases:
+        biases = backend.biases.values()
+        row |= {"fit_s": backend.fit_s, "bias_median": statistics.median(biases), "bias_max": max(biases)}
     return row
+
+
+def _lsp_of(trainer: Trainer) -> LSPBackend | None:
+    """The trainer's LSP backend; None: the trainer is of another method."""
+    backend = getattr(trainer.engine, "backend", None)
+    return backend if isinstance(backend, LSPBackend) else None
 
 
 def link_name(gbps: float | None) -> str:
@@ -170,17 +179,20 @@ _TURNS = 3
 
 
 def _taken_apart(trainer: Trainer, ids: Batch, counts: _Counts, where: torch.device) -> Row:
-    is_lsp = hasattr(getattr(trainer.engine, "backend", None), "apply_pending_updates")
-    left_out = {"as it is": (), "no CPU": (_no_lsp_adam if is_lsp else _no_zero_adam,)}
-    if is_lsp:
-        left_out["no copies"] = (_no_lsp_adam, _no_lsp_copies)
+    backend = _lsp_of(trainer)
+    left_out: dict[str, list[Callable[[], AbstractContextManager[None]]]] = {"as it is": []}
+    if backend is None:
+        left_out["no CPU"] = [partial(_no_zero_adam, trainer.engine)]
+    else:
+        no_adam, no_copies = partial(_no_lsp_adam, backend), partial(_no_lsp_copies, backend)
+        left_out |= {"no CPU": [no_adam], "no copies": [no_adam, no_copies]}
     fewer = replace(counts, steps=-(-counts.steps // _TURNS), max_s=counts.max_s and counts.max_s / _TURNS)
     turns: dict[str, list[list[float]]] = {name: [] for name in left_out}
     for _ in range(_TURNS):
         for name, parts in left_out.items():
             with ExitStack() as stack:
                 for part in parts:
-                    stack.enter_context(part(trainer.engine))
+                    stack.enter_context(part())
                 turns[name].append(fewer.measure(trainer, ids, where, warmup=2)["seconds"])
     as_is, no_cpu, *rest = (statistics.median(chain.from_iterable(found)) for found in turns.values())
     medians = [statistics.median(found) for found in turns["as it is"]]
@@ -191,30 +203,25 @@ def _taken_apart(trainer: Trainer, ids: Batch, counts: _Counts, where: torch.dev
 
 
 @contextmanager
-def _no_lsp_adam(engine: Any) -> Iterator[None]:
+def _no_lsp_adam(backend: LSPBackend) -> Iterator[None]:
     """Directions stay those of the last step that had them, and are uploaded as before."""
-    from ds_zo.backends.lsp.host_adam import HostAdam
-
     with patch.object(HostAdam, "update", lambda adam, active, *, factor: torch.ones(len(active))):
         yield
-        engine.backend.apply_pending_updates()
+        backend.apply_pending_updates()
 
 
 @contextmanager
-def _no_lsp_copies(engine: Any) -> Iterator[None]:
-    from ds_zo.backends.lsp.host_group import HostGroup
-    from ds_zo.backends.lsp.transfers import Copy, TransferStreams
-
+def _no_lsp_copies(backend: LSPBackend) -> Iterator[None]:
     issue = Copy.issue
 
-    def issue_nothing(copy: Copy, stream: Any) -> None:
+    def issue_nothing(copy: Copy, stream: torch.cuda.Stream) -> None:
         copy.pairs = ()
         issue(copy, stream)
 
-    def upload(streams: Any, group: Any, source: torch.Tensor) -> Any:
-        free = (buffer for buffer in streams._upload_buffers if buffer.group is None)
+    def upload(streams: TransferStreams, group: object, source: torch.Tensor) -> UploadBuffer:
+        free = (buffer for buffer in streams._upload_buffers if buffer.owner is None)
         buffer = next(free, streams._upload_buffers[0])
-        buffer.group = group
+        buffer.owner = group
         return buffer
 
     with (
@@ -223,34 +230,31 @@ def _no_lsp_copies(engine: Any) -> Iterator[None]:
         patch.object(HostGroup, "_gradient_pairs", lambda group, whole: []),
     ):
         yield
-        engine.backend.apply_pending_updates()
+        backend.apply_pending_updates()
 
 
 @contextmanager
-def _no_early_uploads(engine: Any) -> Iterator[None]:
+def _no_early_uploads(backend: LSPBackend) -> Iterator[None]:
     """The Adam thread leaves uploads to the main thread, which issues them from `step` on."""
-    from ds_zo.backends.lsp.transfers import CopyLane
-
-    streams, advance = engine.backend._groups.streams, CopyLane.advance
+    streams, advance = backend._groups.streams, CopyLane.advance
+    uploads = None if streams is None else streams.up
 
     def from_step_on(lane: CopyLane) -> None:
-        if lane is not streams.up or threading.current_thread() is threading.main_thread():
+        if lane is not uploads or threading.current_thread() is threading.main_thread():
             advance(lane)
 
-    with patch.object(CopyLane, "advance", from_step_on if streams is not None else advance):
+    with patch.object(CopyLane, "advance", from_step_on):
         yield
-        engine.backend.apply_pending_updates()
+        backend.apply_pending_updates()
 
 
 @contextmanager
-def _no_last_first(engine: Any) -> Iterator[None]:
-    from ds_zo.backends.lsp.scheduler import ServiceOrder
-
+def _no_last_first(backend: LSPBackend) -> Iterator[None]:
     with patch.object(ServiceOrder, "pop", lambda order, waiting: waiting.popleft()):
         yield
 
 
-_WITHOUT: dict[str, Callable[[Any], AbstractContextManager[None]]] = {
+_WITHOUT: dict[str, Callable[[LSPBackend], AbstractContextManager[None]]] = {
     "early uploads": _no_early_uploads,
     "last first": _no_last_first,
 }

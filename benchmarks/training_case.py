@@ -16,7 +16,10 @@ import torch
 from torch import nn
 
 from benchmarks.bloom_attention import attend_in_pieces
+from ds_zo.backends.adapter.backend import AdapterBackend
+from ds_zo.backends.lomo.backend import LOMOBackend
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
+from ds_zo.backends.zo.backend import ZOBackend
 from ds_zo.bench.measure import measure_steps
 from ds_zo.bench.shapes import random_model
 from ds_zo.bench.traces import profile_steps
@@ -24,6 +27,7 @@ from ds_zo.bench.trainer import Batch, Trainer
 from ds_zo.planner.models import DTYPES
 from ds_zo.planner.shapes import config_of
 from ds_zo.records.rows import Row
+from ds_zo.streaming.block_store import BlockStore
 from ds_zo.streaming.blocks import find_blocks
 
 
@@ -139,6 +143,31 @@ def token_ids(model: Any, batch: int, length: int, device: torch.device) -> torc
 def random_batch(model: Any, batch: int, length: int, device: torch.device) -> Batch:
     ids = token_ids(model, batch, length, device)
     return {"input_ids": ids, "labels": ids}
+
+
+def block_store_of(engine: Any) -> BlockStore | None:
+    """The store of an engine's streamed blocks; None: nothing is streamed, or the engine is not one of ds_zo."""
+    backend = getattr(engine, "backend", None)
+    if isinstance(backend, ZOBackend):
+        return backend.block_store
+    if isinstance(backend, LOMOBackend):
+        return backend._block_store
+    base = backend._base if isinstance(backend, AdapterBackend) else None
+    return None if base is None else base.block_store
+
+
+def moved_bytes(store: BlockStore | None) -> tuple[int, int]:
+    """Bytes that the store has uploaded and downloaded."""
+    return (0, 0) if store is None else (store.runtime.bytes_up, store.runtime.bytes_down)
+
+
+def traffic_row(store: BlockStore | None, before: tuple[int, int], *, steps: int) -> Row:
+    """GB that each of the last `steps` steps uploaded and downloaded; nothing without a store. `before`: `moved_bytes`
+    before them."""
+    if store is None:
+        return {}
+    up, down = ((after - start) / steps / 1e9 for start, after in zip(before, moved_bytes(store), strict=True))
+    return {"up_gb_a_step": up, "down_gb_a_step": down}
 
 
 def drop_gradients(model: nn.Module) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.training_case import TrainingCase, slow_host_row, token_ids
+from benchmarks.training_case import TrainingCase, moved_bytes, slow_host_row, token_ids, traffic_row
+from ds_zo.backends.zo.backend import ZOBackend
+from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.bench.measure import link_gbps, measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise
 from ds_zo.planner.models import DTYPES
@@ -71,7 +73,7 @@ def run_case(**settings: Any) -> Row:
         points.append(_measure(prepared, ids, warmup=case.warmup, steps=case.steps, age=case.age and i == 0))
     row |= points[0] | {"points": points if case.inputs else None}
     if case.fill_steps and where.type == "cuda":
-        prepared.engine.backend.block_store.may_fill_device = True
+        _store_of(prepared).may_fill_device = True
         ids, steps = token_ids(model, *case.pairs[0], where), case.fill_steps - _SETTLING_STEPS
         row["filled"] = _measure(prepared, ids, warmup=_SETTLING_STEPS, steps=steps, age=False)
     if case.slow_host:
@@ -139,7 +141,7 @@ def mezo(model: nn.Module, *, lr: float) -> PreparedMethod:
 
 def _measure(prepared: PreparedMethod, ids: torch.Tensor, *, warmup: int, steps: int, age: bool) -> Row:
     """`age`: warm up until every block has been written back once, as in the middle of a run."""
-    block_store = prepared.engine.backend.block_store if prepared.engine is not None else None
+    block_store = None if prepared.engine is None else _store_of(prepared)
     step = partial(prepared.step, ids)
     start = time.perf_counter()
     step()
@@ -151,7 +153,7 @@ def _measure(prepared: PreparedMethod, ids: torch.Tensor, *, warmup: int, steps:
         warmup = max(warmup, min(block_store.interval, _LONGEST_WARMUP))
     for _ in range(warmup - _SETTLING_STEPS):
         step()
-    before = _moved(block_store)
+    before = moved_bytes(block_store)
     row: Row = {"batch": ids.shape[0], "length": ids.shape[1], "warmup": warmup, "steps": steps}
     synchronize(ids.device)
     row |= {"first_step_s": first_step_s, "warmup_s": time.perf_counter() - start}
@@ -159,11 +161,9 @@ def _measure(prepared: PreparedMethod, ids: torch.Tensor, *, warmup: int, steps:
     row["tokens_per_s"] = ids.numel() / row["step_s"]
     if block_store is None:
         return row
-    up, down = ((after - start) / steps / 1e9 for start, after in zip(before, _moved(block_store), strict=True))
     blocks = block_store.placement.blocks
     return row | {
-        "up_gb_a_step": up,
-        "down_gb_a_step": down,
+        **traffic_row(block_store, before, steps=steps),
         "interval": block_store.interval,
         "tempo": block_store.step_time,
         "host_gb": block_store.store.nbytes / 1e9,
@@ -173,8 +173,10 @@ def _measure(prepared: PreparedMethod, ids: torch.Tensor, *, warmup: int, steps:
     }
 
 
-def _moved(block_store: Any) -> tuple[int, int]:
-    return (0, 0) if block_store is None else (block_store.runtime.bytes_up, block_store.runtime.bytes_down)
+def _store_of(prepared: PreparedMethod) -> ZOBlockStore:
+    backend = prepared.engine.backend
+    assert isinstance(backend, ZOBackend)
+    return backend.block_store
 
 
 def run_machine(*, numel: int = 200_000_000, device: str = "cuda") -> Row:
