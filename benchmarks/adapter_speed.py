@@ -26,18 +26,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.lora_models import has_peft, repeat_first_block, with_lora
 from benchmarks.training_case import TrainingCase, block_store_of, token_ids
 from ds_zo.backends.adapter.streamed import FrozenBlockStore
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise
-from ds_zo.ops import CHUNK_NUMEL, nf4
 from ds_zo.planner import plan
 from ds_zo.planner.models import DTYPES
 from ds_zo.planner.shapes import RANDOM
 from ds_zo.records.rows import Row
 from ds_zo.streaming.block_store import BlockStore
-from ds_zo.streaming.blocks import find_blocks
-from ds_zo.streaming.loading import attach_source
 
 _LR = 1e-4
 _OPTIMIZERS: dict[str, tuple[str, dict[str, float]]] = {
@@ -75,7 +73,7 @@ def measure(**settings: Any) -> Row:
         "stream": case.stream,
         "cap_gb": case.cap_gb,
         "rank": case.rank,
-        "adapters": "peft" if _has_peft() else "plain",
+        "adapters": "peft" if has_peft() else "plain",
         "layers": model.config.num_hidden_layers,
         "batch": case.batch,
         "length": case.length,
@@ -135,9 +133,9 @@ def _engine(case: TrainingCase, model: nn.Module, device: torch.device) -> Made:
 
     import ds_zo  # noqa: F401
 
-    kept = _repeat_first_block(model) if case.repeated else {}
+    kept = repeat_first_block(model) if case.repeated else {}
     optimizer, params = _OPTIMIZERS[case.method]
-    model = _with_lora(model, rank=case.rank, dtype=DTYPES[case.dtype], device=torch.device("cpu"))
+    model = with_lora(model, rank=case.rank, dtype=DTYPES[case.dtype], device=torch.device("cpu"))
     ds_config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": case.batch,
         "steps_per_print": 10**9,
@@ -166,32 +164,10 @@ def _step_of(engine: Any) -> Step:
     return step
 
 
-def _repeat_first_block(model: Any) -> dict[str, nf4.Quantised]:
-    """Makes the model's source return the first block's matrices, quantised to NF4, for those of all blocks. Returns
-    the dictionary in which it keeps them, on the GPU."""
-    draw, blocks = model._ds_zo_source, list(find_blocks(model))
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    kept: dict[str, nf4.Quantised] = {}
-
-    def read(name: str) -> Any:
-        block = next((block for block in blocks if name.startswith(f"{block}.")), None)
-        if block is None or len(shapes[name]) < 2:
-            return draw(name)
-        rest = name.removeprefix(block)
-        if rest not in kept:
-            chunks = [nf4.quantise(chunk) for chunk in draw(blocks[0] + rest).view(-1).split(CHUNK_NUMEL)]
-            packed, absmax = (torch.cat(planes) for planes in zip(*chunks, strict=True))
-            kept[rest] = nf4.Quantised(packed, absmax, shapes[name])
-        return kept[rest]
-
-    attach_source(model, read)
-    return kept
-
-
 def _plain(case: TrainingCase, model: nn.Module, device: torch.device) -> Made:
     """PyTorch with gradient checkpointing, the base on the device in its own dtype."""
     whole = materialise(model, device)
-    return _loop(case, _with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device))
+    return _loop(case, with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device))
 
 
 def _bitsandbytes(case: TrainingCase, model: nn.Module, device: torch.device) -> Made:
@@ -238,7 +214,7 @@ def _with_lora4bit(case: TrainingCase, model: nn.Module, device: torch.device) -
         setattr(owner, name.rpartition(".")[2], new.to(device))
     whole: Any = materialise(model, device)
     whole.is_loaded_in_4bit = True  # PEFT chooses its adapters for bitsandbytes by it
-    return _with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device)
+    return with_lora(whole, rank=case.rank, dtype=DTYPES[case.dtype], device=device)
 
 
 def _loop(case: TrainingCase, model: Any) -> Made:
@@ -256,31 +232,3 @@ def _loop(case: TrainingCase, model: Any) -> Made:
         return loss.detach()
 
     return step, None
-
-
-def _has_peft() -> bool:
-    return importlib.util.find_spec("peft") is not None
-
-
-def _with_lora(model: nn.Module, *, rank: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Adapters on all linear layers of the blocks: PEFT's, or the same operations where PEFT is not installed."""
-    if _has_peft():
-        from peft import LoraConfig, get_peft_model
-
-        lora = LoraConfig(r=rank, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
-        base: Any = model
-        adapted: nn.Module = get_peft_model(base, lora, autocast_adapter_dtype=False)
-        return adapted
-    model.requires_grad_(False)
-    for m in (m for block in find_blocks(model).values() for m in block.modules() if isinstance(m, nn.Linear)):
-        a = torch.empty(rank, m.in_features, dtype=dtype, device=device).normal_(0.0, m.in_features**-0.5)
-        m.register_parameter("lora_A", nn.Parameter(a))
-        zeros = torch.zeros(m.out_features, rank, dtype=dtype, device=device)
-        m.register_parameter("lora_B", nn.Parameter(zeros))
-        m.register_forward_hook(partial(_adapt, scaling=16 / rank))
-    return model
-
-
-def _adapt(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor, *, scaling: float) -> torch.Tensor:
-    linear = nn.functional.linear
-    return output + linear(linear(args[0], module.lora_A), module.lora_B) * scaling

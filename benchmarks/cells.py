@@ -403,19 +403,22 @@ def source(used: Rows, *commands: str) -> str:
         for word, found in (("run", runs), ("commit", commits))
         if found
     )
-    made = f"Rows: {links}{named}. Made by {' and '.join(f'`{command}`' for command in commands)}."
+    made = f"Rows: {links}{named}. Made by {' and '.join(commands)}."
     return f'<details markdown="1">\n<summary>Rows and command</summary>\n\n{made}\n\n</details>'
 
 
 def command(words: str) -> str:
-    """`sweep GRID ...` is a grid of training runs, `compare ...` a comparison; all else is a module of
-    benchmarks with its arguments."""
+    """In Markdown. `sweep GRID ...` is a grid of training runs, `compare ...` a comparison; all else is a module of
+    benchmarks with its arguments. `at COMMIT MODULE ...` is a module of a decided study, whose code that commit has."""
     first, _, rest = words.partition(" ")
+    if first == "at":
+        commit, _, words = rest.partition(" ")
+        return f"{command(words)} in the tree of commit {commit}"
     if first == "compare":
-        return f"python launch/compare.py {rest}"
+        return f"`python launch/compare.py {rest}`"
     if first == "sweep":
-        return f"python launch/sweep.py --model DIR --data-root DIR --results rows.jsonl --grid {rest}"
-    return " ".join(f"python -m benchmarks.{first} {rest} --out rows.jsonl".split())
+        return f"`python launch/sweep.py --model DIR --data-root DIR --results rows.jsonl --grid {rest}`"
+    return " ".join(f"`python -m benchmarks.{first} {rest} --out rows.jsonl`".split())
 
 
 def commits(rows: Rows) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,25 +42,19 @@ def speed(**settings: Any) -> Row:
         model = materialise(model).to(where)  # buffers
     set_checkpointing(model, case.checkpointing)
     model.train()
-    said = _Progress(where)
+    begin = time.perf_counter()
     options: Row = {"lr": case.lr, "stream": case.stream, "compiled": case.compiled}
     trainer = make_trainer(case.method, model, batch_size=case.batch, **options)
-    load_s = said("weights are in place")
+    load_s = time.perf_counter() - begin
     ids = random_batch(model, case.batch, case.length, where)
+    begin = time.perf_counter()
     first = [float(trainer.step(ids))]
-    first_step_s = said("step 1 done")
-    for number in range(2, case.warmup + 1):
-        first.append(float(trainer.step(ids)))
-        said(f"step {number} done")
+    first_step_s = time.perf_counter() - begin
+    first += [float(trainer.step(ids)) for _ in range(1, case.warmup)]
     store = block_store_of(trainer.engine)
     before = moved_bytes(store)  # a streaming engine places its blocks in its first step
     retries = num_retries(where)
-
-    def step() -> torch.Tensor:
-        loss = trainer.step(ids)
-        said("a step issued")
-        return loss
-
+    step = partial(trainer.step, ids)
     measured = measure_steps(step, warmup=0, steps=case.steps, device=where)
     if case.slow_host:
         measured |= slow_host_row(step, steps=case.steps, device=where)
@@ -272,26 +266,6 @@ def _text_rows(num_rows: int, length: int) -> torch.Tensor:
 
 
 # What cases share
-
-
-class _Progress:
-    """Says into the case's log how far it is: what a case that is cut off leaves behind."""
-
-    def __init__(self, where: torch.device) -> None:
-        self._where = where
-        self._begun = self._last = time.perf_counter()
-
-    def __call__(self, what: str) -> float:
-        """Seconds since it last spoke. Waits for nothing: of steps that are not read, what is timed is their launch,
-        which a device that falls behind holds up."""
-        now = time.perf_counter()
-        passed_s, self._last = now - self._last, now
-        memory = ""
-        if self._where.type == "cuda":
-            stats = torch.cuda.memory_stats(self._where)
-            memory = f", {stats['reserved_bytes.all.current'] / 1e9:.2f} GB, retries {stats['num_alloc_retries']}"
-        print(f"{now - self._begun:.2f} s: {what} (+{passed_s:.2f}){memory}", file=sys.stderr, flush=True)
-        return passed_s
 
 
 def _allocated(where: torch.device) -> int:

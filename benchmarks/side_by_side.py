@@ -1,12 +1,13 @@
 """Speed and memory of two checkouts, in turns on one machine.
 
 git archive OLD | tar -x -C runs/old
-python -m benchmarks.side_by_side --old runs/old --rounds 3 --out runs/side_by_side.jsonl
+python -m benchmarks.side_by_side --old runs/old --out runs/side_by_side.jsonl
 python -m benchmarks.side_by_side --old runs/old --only 'zo|lomo' --tiny --device cpu
 
-Each checkout has one warm process, which forks a child for each case. Both checkouts run a case before the next case
-begins, so that a change of the machine's speed reaches both. The table gives the median over all rounds and the ratio
-new / old. Rows have the `side`, `old` or `new`, and the `round`. The cases are the suite `side-by-side`.
+Of each case both checkouts load their model at once. Then they take turns: only one of them has work at a time, so that
+a change of the machine's speed reaches both. A round is one turn of each. Every turn writes a row, with its `side`,
+`old` or `new`, and its `round`. The table gives the median over all rounds and the ratio new / old. The cases are in
+`side_by_side.yaml`; the same code, `checkout_worker`, trains them with either checkout's package.
 """
 
 from __future__ import annotations
@@ -14,48 +15,77 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed import cases_of
-from ds_zo.bench.runner import is_named_like, prepare_to_fork
+from benchmarks.blocks import read_yaml
+from benchmarks.checkout_worker import TrainedCase
+from ds_zo.bench.runner import is_named_like, new_run_id
 from ds_zo.records.rows import Row, append_row, table
 
+_REPO = Path(__file__).parents[1]
+_CASES = Path(__file__).with_suffix(".yaml")
 _WORKER = """
-import json, sys
-from ds_zo.bench.runner import WARM, Case, import_warm, run_cases
-warm = (*WARM, "benchmarks.zo_case", "benchmarks.lomo_cases", "benchmarks.lsp_cases", "benchmarks.adapter_speed")
-import_warm(warm)
-rows = sys.stdout
-sys.stdout = sys.stderr
-for line in sys.stdin:
-    case = json.loads(line)
-    device = case["params"]["device"]
-    print(json.dumps(run_cases([Case(**case)], out=None, warm=warm, device=device)[0]), file=rows, flush=True)
+import sys
+sys.path.insert(0, {tree!r})
+import ds_zo
+sys.path.insert(0, {repo!r})
+from benchmarks.checkout_worker import main
+main()
 """
-"""What the process of a checkout runs: a case for each line of its input, a row for each case."""
+"""What the process of a checkout runs: that checkout's package, and this one's worker."""
+_LIMIT_S = 300
+"""Longest wait for a checkout's answer."""
+_START_S, _FIRST_STEP_S = 20.0, 2.5
+"""Seconds that imports and a first step take."""
+_SHOWN = (
+    "case",
+    "side",
+    "round",
+    "status",
+    "step_s",
+    "step_s_min",
+    "step_s_max",
+    "loss",
+    "peak_gb",
+    "host_peak_gb",
+    "error",
+)
+"""Keys of a row that are printed."""
 
 
-class _Checkout:
-    """The warm process of one checkout."""
+class Checkout:
+    """The process of one checkout."""
 
-    def __init__(self, tree: Path) -> None:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _WORKER], cwd=tree, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    def __init__(self, side: str, tree: Path) -> None:
+        if not (tree / "ds_zo" / "__init__.py").exists():
+            raise SystemExit(f"a checkout has a folder ds_zo, got {tree} (--{side})")
+        self._name = f"the {side} checkout, {tree},"
+        code = _WORKER.format(tree=str(tree), repo=str(_REPO))
+        env = {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # the fork of a process may use CUDA
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self._process = subprocess.Popen([sys.executable, "-c", code], cwd=tree, env=env, **pipes)
 
-    def run(self, case: dict[str, Any]) -> Row:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(case) + "\n")
+    def send(self, words: dict[str, Any] | None) -> None:
+        """None: the end of a case."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(("" if words is None else json.dumps(words)) + "\n")
         self._process.stdin.flush()
+
+    def answer(self) -> Row:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], _LIMIT_S)[0]:
+            self._process.kill()
+            raise SystemExit(f"{self._name} gave no answer within {_LIMIT_S} s")
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"the process of a checkout ended with status {self._process.wait()}")
+            raise SystemExit(f"{self._name} ended with status {self._process.wait()}")
         row: Row = json.loads(line)
         return row
 
@@ -63,6 +93,50 @@ class _Checkout:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
+
+
+def cases_of(*, device: str, tiny: bool) -> list[TrainedCase]:
+    """All cases. `tiny` rehearses them on toy models."""
+    cases = [TrainedCase(name, device=device, **own) for name, own in read_yaml(_CASES).items()]
+    return [_rehearsed(case) for case in cases] if tiny else cases
+
+
+def _rehearsed(case: TrainedCase) -> TrainedCase:
+    config = json.loads(json.dumps(case.config))
+    config.get("ds_zo", {}).get("stream", {}).pop("device_memory_gb", None)
+    if "subspace_dim" in config["optimizer"]["params"]:
+        config["optimizer"]["params"]["subspace_dim"] = 8
+    shape = f"{case.shape.partition('-')[0]}-tiny"
+    few: dict[str, Any] = {"length": 16, "layers": 4, "warmup": 1, "steps": 2, "load_s": 0.0, "step_s": 0.0}
+    return replace(case, shape=shape, config=config, cap_gb=None, **few)
+
+
+def expected_s(cases: Sequence[TrainedCase], rounds: int) -> float:
+    """Seconds that all cases take on an H200."""
+    steps = sum(2 * case.step_s * (case.warmup + rounds * (case.steps + 1)) for case in cases)
+    return _START_S + steps + sum(case.load_s + 2 * _FIRST_STEP_S for case in cases)
+
+
+def rows_of(case: TrainedCase, checkouts: dict[str, Checkout], *, rounds: int) -> Iterator[Row]:
+    """A row of each turn. A checkout whose turn fails has no further turns."""
+    for checkout in checkouts.values():
+        checkout.send(asdict(case))
+    running = {}
+    for side, checkout in checkouts.items():
+        loaded = checkout.answer()
+        if loaded["status"] == "ok":
+            running[side] = checkout
+        else:
+            yield {"side": side, "round": 0, **loaded}
+    for number in range(rounds):
+        for side in sorted(running, reverse=number % 2 == 0):  # old first in the first round
+            running[side].send({"warmup": 1 if number else case.warmup, "steps": case.steps})
+            row = running[side].answer()
+            yield {"side": side, "round": number, **row}
+            if row["status"] != "ok":
+                del running[side]
+    for checkout in running.values():
+        checkout.send(None)
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -84,35 +158,33 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    if argv is None:
-        prepare_to_fork()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", type=Path, required=True, help="a folder with the other checkout")
-    parser.add_argument("--new", type=Path, default=Path.cwd(), help="default: this folder")
+    parser.add_argument("--new", type=Path, default=_REPO, help="default: the checkout of this command")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", help="cases by a glob, a part of the name, or a regular expression")
-    parser.add_argument("--out", type=Path, help="rows are appended here")
+    parser.add_argument("--out", type=Path, help="rows are appended here, each as it comes")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on toy models")
     args = parser.parse_args(argv)
-    cases = cases_of("side-by-side", device=args.device, tiny=args.tiny)
+    cases = cases_of(device=args.device, tiny=args.tiny)
     cases = [case for case in cases if args.only is None or is_named_like(case.name, args.only)]
-    sides = {side: _Checkout(tree.resolve()) for side, tree in (("old", args.old), ("new", args.new))}
+    expected = "a rehearsal" if args.tiny else f"about {expected_s(cases, args.rounds):.0f} s on an H200"
+    print(f"{len(cases)} cases, {args.rounds} rounds: {expected}", flush=True)
+    checkouts = {side: Checkout(side, tree.resolve()) for side, tree in (("old", args.old), ("new", args.new))}
     rows: list[Row] = []
     try:
-        for number in range(args.rounds):
-            order = list(sides) if number % 2 == 0 else list(reversed(sides))
-            for case in cases:
-                given = {"name": case.name, "target": case.target, "params": case.params, "timeout_s": 240}
-                for side in order:
-                    found = sides[side].run(given)
-                    rows.append({**found, "side": side, "round": number})
-                    if args.out is not None:
-                        append_row(args.out, rows[-1])
-            print(summary(rows), flush=True)
+        about = {side: {"run_id": new_run_id(), **checkout.answer()} for side, checkout in checkouts.items()}
+        for case in cases:
+            for row in rows_of(case, checkouts, rounds=args.rounds):
+                rows.append({**about[row["side"]], "case": case.name, "params": asdict(case), **row})
+                if args.out is not None:
+                    append_row(args.out, rows[-1])
+                print(json.dumps({key: rows[-1][key] for key in _SHOWN if key in rows[-1]}), flush=True)
     finally:
-        for process in sides.values():
-            process.close()
+        for checkout in checkouts.values():
+            checkout.close()
+    print(summary(rows))
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ def test_every_kind_of_case_gives_a_row(rows: dict[str, Row]) -> None:
     for row in speeds:
         assert row["tokens_per_s"] > 0 and row["step_s_min"] <= row["step_s"] <= row["step_s_max"]
         assert len(row["losses"]) == row["params"]["warmup"] + row["params"]["steps"]
-        assert "step 1 done" in row["last_words"] and "a step issued" in row["last_words"]  # what a cut case leaves
     # The same weights and batch for all: what they are compared at is one piece of work.
     losses = [row["losses"][0] for row in speeds]
     assert math.isfinite(losses[0]) and max(losses) - min(losses) < 0.01

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -11,12 +13,14 @@ from benchmarks.speed import cases_of
 from ds_zo.backends.recompute import compiled_blocks
 
 
+def rehearsed(suite: str, name: str) -> dict[str, Any]:
+    return next(case.params for case in cases_of(suite, device="cpu", tiny=True) if case.name == name)
+
+
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("name", ["lsp-512", "lsp-none", "ceiling", "adamw-torch"])
 def test_a_case_measures_both_batches_memory_and_parts(name: str) -> None:
-    cases = cases_of("lsp", device="cpu", tiny=True)
-    [case] = [case for case in cases if case.name == f"issue/1.3b/4+1/{name}"]
-    row = getattr(lsp_cases, case.target.partition(":")[2])(**case.params)
+    row = lsp_cases.speed(**rehearsed("lsp", f"issue/1.3b/4+1/{name}"))
     four, one = row, {**row, **row["then"]}
     for found, batch in ((four, 2), (one, 1)):
         assert found["batch"] == batch and found["parameters"] > 1000
@@ -38,20 +42,15 @@ def test_a_case_measures_both_batches_memory_and_parts(name: str) -> None:
 @pytest.mark.usefixtures("single_process")
 def test_one_engine_is_measured_on_every_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lsp_cases, "_TURNS", 1)
-    cases = cases_of("lsp-figure5", device="cpu", tiny=True)
-    [case] = [case for case in cases if case.name == "figure5/llama-1.3b/lsp-512"]
-    row = lsp_cases.speed(**case.params)
+    row = lsp_cases.speed(**rehearsed("lsp-figure5", "figure5/llama-1.3b/lsp-512"))
     assert row["link_gbps"] is None and list(row["links"]) == ["20", "10"]
     assert len({row["apart_step_s"], *(found["apart_step_s"] for found in row["links"].values())}) == 3
 
 
 @pytest.mark.usefixtures("single_process")
 def test_parts_of_the_schedule_are_switched_off() -> None:
-    [case] = [
-        case for case in cases_of("lsp-schedule", device="cpu", tiny=True) if case.name.endswith("/late-first-come")
-    ]
-    row = lsp_cases.speed(**case.params)
-    assert row["then"]["batch"] == 1 and tuple(case.params["without"]) == ("early uploads", "last first")
+    params = rehearsed("lsp-schedule", "schedule/1.3b/4+1/late-first-come")
+    assert lsp_cases.speed(**params)["then"]["batch"] == 1 and params["without"] == ["early uploads", "last first"]
 
 
 @pytest.mark.usefixtures("single_process")

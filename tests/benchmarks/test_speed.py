@@ -40,6 +40,8 @@ def test_a_suite_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["1.3b.mezo", "1.3b.resident", "in"]
     with pytest.raises(SystemExit, match="no case is left of machine"):
         speed.main(["zo-targets", "--list", "--only", "no such"])
+    speed.main(["zo_case:run_case", "--list", "--set", "shape=opt-tiny", "--set", "method=zo"])
+    assert " case\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("single_process")
@@ -63,10 +65,3 @@ def test_cases_become_rows_and_rows_a_report(
     assert f"\n| {other.name} | " in said and json.loads(said.splitlines()[0])["case"] == one.name
     speed.main(["--report", str(out)])
     assert f"\n| {other.name} | " in capsys.readouterr().out
-
-
-def test_one_case_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    given = {"shape": "opt-tiny", "method": "zo", "stream": '{"master": "wire"}', "layers": "2"}
-    args = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
-    speed.main(["zo_case:run_case", "--device", "cpu", "--list", *args])
-    assert "case" in capsys.readouterr().out

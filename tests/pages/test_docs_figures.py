@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import xml.etree.ElementTree as ET
@@ -198,7 +199,7 @@ def measured_blocks() -> Iterator[tuple[str, str]]:
 
 def commands_of(text: str) -> list[list[str]]:
     """The commands that a block names, in words."""
-    made = re.findall(r"Made by (`[^`]+`(?: and `[^`]+`)*)", text)
+    made = re.findall(r"Made by (`[^`]+`(?: and `[^`]+`)*)(?! in the tree)", text)
     return [shlex.split(command) for said in made for command in re.findall("`([^`]+)`", said)]
 
 
@@ -210,6 +211,8 @@ def test_every_block_names_its_rows_their_run_and_their_command() -> None:
         assert [file for file in files if file.partition("/")[0] not in index] == [], "the index has the command"
         assert re.search(r"\bruns? \d{8}T\d{6}Z|\bcommits? [0-9a-f]{7}", text), name
         assert text.count("Rows: ") == len(re.findall("Made by `", text)) >= 1, name
+        for module, decided in re.findall(r"-m (benchmarks\.\w+)[^`]*`( in the tree of commit)?", text):
+            assert bool(importlib.util.find_spec(module)) != bool(decided), name
 
 
 def test_a_block_is_made_of_rows_that_its_commands_make(

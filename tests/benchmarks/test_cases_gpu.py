@@ -1,4 +1,4 @@
-"""What the CPU cannot show of the ZO bench: filling the device, the cap, kernel rates, a recorded step."""
+"""What the CPU cannot show of the speed suites: caps, a filled device, kernel rates, recorded steps, slowed links."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.speed import cases_of
 from ds_zo.bench.runner import Case, run_cases
 
 pytestmark = pytest.mark.gpu
@@ -14,11 +15,9 @@ CAPPED = {"master": "wire", "resident_blocks": 0, "device_memory_gb": 4.0}
 
 def test_a_case_is_filled_within_its_cap_and_machine_facts_are_in_its_run() -> None:
     params = {"shape": "opt-1.3b", "layers": 8, "method": "zo", "stream": CAPPED, "cap_gb": 4.0, "fill_steps": 7}
-    cases = [
-        Case("machine", "benchmarks.zo_case:run_machine", {"numel": 2**24}),
-        Case("capped", "benchmarks.zo_case:run_case", {**params, "steps": 13}),
-    ]
-    machine, row = run_cases(cases, out=None)
+    machine_case = Case("machine", "benchmarks.zo_case:run_machine", {"numel": 2**24})
+    case = Case("capped", "benchmarks.zo_case:run_case", {**params, "steps": 13})
+    machine, row = run_cases([machine_case, case], out=None)
     assert machine["status"] == row["status"] == "ok", (machine.get("error"), row.get("error"))
     assert row["resident_blocks"] == 0 and row["filled"]["resident_blocks"] > 0
     assert row["filled"]["up_gb_a_step"] < row["up_gb_a_step"]
@@ -31,6 +30,15 @@ def test_a_streamed_step_is_recorded(tmp_path: Path) -> None:
     params = {"shape": "opt-1.3b", "layers": 6, "dtype": "bf16", "stream": {"master": "wire", "resident_blocks": 0}}
     (row,) = run_cases([Case("timeline", "benchmarks.timeline:record", params)], out=None)
     assert row["status"] == "ok", row.get("error")
-    kinds = {kind for _, kind, *_ in row["spans"]}
-    assert {"upload", "forward", "noise"} <= kinds
+    assert {"upload", "forward", "noise"} <= {kind for _, kind, *_ in row["spans"]}
     assert all(0 <= start <= end <= row["step_s"] + 1e-9 for _, _, start, end in row["spans"])
+
+
+def test_a_step_with_early_uploads_is_taken_apart_on_every_link() -> None:
+    cases = [case for case in cases_of("lsp-figure5", tiny=True) if case.params.get("take_apart")]
+    rows = run_cases(cases, out=None)
+    assert [row["status"] for row in rows] == ["ok"] * 4, [row.get("error") for row in rows]
+    for row in rows:
+        for found in (row, *row["links"].values()):
+            parts = found["rest_s"] + found.get("exposed_copy_s", 0.0) + found["exposed_cpu_s"]
+            assert parts == pytest.approx(found["apart_step_s"])
