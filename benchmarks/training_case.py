@@ -67,6 +67,10 @@ class TrainingCase:
     """Whether the same steps are measured again on two cores, and the time in which the GPU is busy."""
     max_s: float | None = None
     """Most seconds that timed steps may take, in place of some of `steps`; None: no limit."""
+    without: Sequence[str] = ()
+    """Parts that are switched off. Of streamed ZO: see `benchmarks.ablations`. Of LSP's schedule: "early uploads" (of
+    directions, inside the backward pass), "last first" (the order of copies and of Adam's queue from the transition
+    layer on)."""
     device: str = "cuda"
 
     # Of ZO
@@ -98,9 +102,6 @@ class TrainingCase:
     links_gbps: Sequence[float | None] = (None,)
     """GB/s of links between host and device, one after the other under the same engine, which is set up on the first:
     emulated ones, slower than the machine's; None: the machine's own."""
-    without: Sequence[str] = ()
-    """Parts of LSP's schedule that are switched off: "early uploads" (of directions, inside the backward pass), "last
-    first" (the order of copies and of Adam's queue from the transition layer on)."""
     adam_on_device: bool = False
     """Whether LSP's Adam runs on the GPU."""
     take_apart: bool = False

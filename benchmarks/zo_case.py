@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.ablations import ablate
 from benchmarks.training_case import TrainingCase, moved_bytes, slow_host_row, token_ids, traffic_row
 from ds_zo.backends.zo.backend import ZOBackend
 from ds_zo.backends.zo.block_store import ZOBlockStore
@@ -63,7 +64,7 @@ def run_case(**settings: Any) -> Row:
     start = time.perf_counter()
     if is_zo:
         options: Row = {"stream": case.stream, "params": case.params, "resident": case.resident}
-        prepared = zo(model, dtype=case.dtype, batch=case.pairs[0][0], lr=case.rate, **options)
+        prepared = zo(model, dtype=case.dtype, batch=case.pairs[0][0], lr=case.rate, without=case.without, **options)
     else:
         prepared = mezo(model, lr=case.rate)
     row |= {"load_s": time.perf_counter() - start, **prepared.facts}
@@ -102,7 +103,9 @@ def zo(
     params: Mapping[str, Any] | None = None,
     resident: bool = False,
     checkpoint: Mapping[str, Any] | None = None,
+    without: Sequence[str] = (),
 ) -> PreparedMethod:
+    """`without`: see `benchmarks.ablations`."""
     import deepspeed
 
     import ds_zo  # noqa: F401
@@ -119,6 +122,7 @@ def zo(
         json[dtype] = {"enabled": True}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=json)
     engine.train()
+    ablate(engine, without)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss

@@ -169,12 +169,13 @@ ZO | ds_zo.backend = "lomo" | one backend & "ZO" & "lomo" & remove ds_zo.backend
 AdamW | ds_zo.backend = "zo" | without an optimizer block & "AdamW"
 AdamW | ds_zo.rounding = "nearest" | must be named & "AdamW" | optimizer.type
 Z0 |  | must be named & "Z0" | optimizer.type
-ZO | ds_zo.stream.fuse_update = false, ds_zo.stream.writeback_interval = 4 | must be 1
+ZO | ds_zo.stream.fuse_update = false | not a key & got false & remove it & --only no_fuse_update
+LOMO | ds_zo.stream.reuse_buffers = false | not a key & got false & remove it & --only no_reuse_buffers
+ZO | ds_zo.stream.reuse_buffers = 1 | not a key & got 1 & remove it
 ZO | zero_optimization.offload_param = DROP, ds_zo.stream.device_memory_gb = 24 | needs block streaming & "cpu"
 ZO | zero_optimization.offload_param.device = "none", ds_zo.stream.resident_blocks = 2 | needs block streaming
 ZO | ds_zo.stream.wire_dtype = "fp8", zero_optimization = {} | needs block streaming | ds_zo.stream.wire_dtype
 LOMO | ds_zo.stream.writeback_interval = 8 | belongs to ZO & lomo
-LSP | ds_zo.stream.fuse_update = false | belongs to ZO
 LSP | ds_zo.stream.offload_activations = true | belongs to Adapter
 Adapter | ds_zo.stream.wire_dtype = "fp8" | must be auto
 Adapter | optimizer.params.adam_w_mode = false | must be true
@@ -378,7 +379,9 @@ ZO | ds_zo.stream.wire_dtype = "auto" | stream True
 ZO | ds_zo.stream = {"blocks": ["encoder.layers", "decoder.layers"], "device_memory_gb": 24} | stream True
 ZO | ds_zo.stream.blocks = [] | stream True
 ZO | ds_zo.stream.wire_dtype = "fp32", bf16.enabled = true | dtype torch.bfloat16
-ZO | ds_zo.stream.fuse_update = false, ds_zo.stream.writeback_interval = 1 | stream True
+ZO | ds_zo.stream.fuse_update = true | ignored ('ds_zo.stream.fuse_update',)
+LOMO | ds_zo.stream.reuse_buffers = true | ignored ('ds_zo.stream.reuse_buffers',)
+ZO | ds_zo.stream.reuse_buffers = null | ignored ()
 ZO | bfloat16 = {"enabled": true} | dtype torch.bfloat16
 ZO | bf16 = {"enabled": "auto"} | dtype torch.float32
 ZO | optimizer.params.compute_dtype = "tf32" | dtype torch.float32

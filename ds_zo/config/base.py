@@ -17,10 +17,14 @@ class ConfigModel(DeepSpeedConfigModel):
     retired: ClassVar[Mapping[str, tuple[str, str]]] = {}
     """Keys of earlier versions: why there is none of this name, and the remedy."""
 
+    always_on: ClassVar[frozenset[str]] = frozenset()
+    """Those of them whose `true` asks for what every run does. It is ignored."""
+
     def __init__(self, /, **data: Any) -> None:
         # DeepSpeed's own __init__ is not called: it would take a key named "strict" for its argument, and it handles
         # deprecated fields, which we do not have.
-        BaseModel.__init__(self, **{k: v for k, v in data.items() if is_written(v)})
+        idle = {key for key in self.always_on if data.get(key) is True}
+        BaseModel.__init__(self, **{k: v for k, v in data.items() if is_written(v) and k not in idle})
 
 
 def is_written(value: Any) -> bool:

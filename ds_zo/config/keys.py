@@ -12,7 +12,7 @@ from typing import Any
 
 from ds_zo.config.marks import NO_BACKEND, ReadBy, Trait, marks_in
 from ds_zo.config.registry import BackendEntry
-from ds_zo.config.section import DsZoConfig
+from ds_zo.config.section import DsZoConfig, StreamConfig
 from ds_zo.config.stock import LossScale, is_on
 from ds_zo.versions import REMOVED_FEATURES
 
@@ -126,6 +126,7 @@ KEYS: dict[str, Marks] = {
 }
 """The marks of each key, by dotted name. `.*` stands for all other keys of an object."""
 _SECTION_KEYS = {path for path, _ in marks_in(DsZoConfig, ReadBy)}
+KEYS |= {f"ds_zo.stream.{key}": _ignored(why) for key, (why, _) in StreamConfig.retired.items()}
 KEYS |= {f"ds_zo.{at}": tuple(m for path, m in marks_in(DsZoConfig, ReadBy) if path == at) for at in _SECTION_KEYS}
 
 

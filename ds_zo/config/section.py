@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NewType
 
-from pydantic import Field, field_validator, model_validator
-from typing_extensions import Self
+from pydantic import Field, field_validator
 
 from ds_zo.config.base import ConfigModel
 from ds_zo.config.errors import rule_error, shown
@@ -28,8 +27,15 @@ def _replayed(accepted: Any) -> ReadBy:
     return ReadBy(Trait.REPLAYS_UPDATES, without=(accepted,), refusal=refusal)
 
 
+_MEASURED = "remove it; `python -m benchmarks.speed zo-paper-alone --only no_{}` in a clone measures its effect"
+_SWITCHES = {key: ("every run has this feature", _MEASURED.format(key)) for key in ("reuse_buffers", "fuse_update")}
+"""Keys of earlier versions that switched a feature off: as in `ConfigModel.retired`."""
+
+
 class StreamConfig(ConfigModel):
     """Streaming of blocks between host and device, when `zero_optimization.offload_param.device` is "cpu"."""
+
+    retired, always_on = _SWITCHES, frozenset(_SWITCHES)
 
     device_memory_gb: Annotated[float | None, Needs.STREAMING, MayDiffer()] = Field(None, gt=0, le=100_000)
     """Device memory that the run may use, in GB of 10**9 bytes; null: the free memory, less activations and a
@@ -90,12 +96,6 @@ class StreamConfig(ConfigModel):
     overlap: Annotated[bool, Needs.COPIES, MayDiffer()] = True
     """Copy blocks while others are computed. Set false only to measure the effect."""
 
-    reuse_buffers: Annotated[bool, Needs.COPIES, MayDiffer()] = True
-    """Allocate the device buffers once. Set false only to measure the effect."""
-
-    fuse_update: Annotated[bool, _replayed(True)] = True
-    """Update a block while it is on the device for its forward. Set false only to measure the effect."""
-
     @field_validator("blocks", mode="before")
     @classmethod
     def _dotted_paths(cls, value: Any) -> Any:
@@ -109,16 +109,6 @@ class StreamConfig(ConfigModel):
             )
             raise rule_error(text)
         return value
-
-    @model_validator(mode="after")
-    def _unfused_writes_back_every_step(self) -> Self:
-        if not self.fuse_update and self.writeback_interval not in (None, 1):
-            text = (
-                f"writeback_interval must be 1 when fuse_update is false, got {self.writeback_interval}; leave it out "
-                "or set fuse_update to true"
-            )
-            raise rule_error(text, field="writeback_interval")
-        return self
 
 
 class CheckpointConfig(ConfigModel):

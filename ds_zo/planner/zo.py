@@ -55,7 +55,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     num_blocks, num_passes = len(placement.blocks), 2 * params.num_directions
     second_copy = placement.pair_scratch_nbytes - placement.scratch_nbytes
     streams = offload and (stream.resident_blocks or 0) < num_blocks
-    fixed = (stream.writeback_interval or (None if streams else 1)) if stream.fuse_update else 1
+    fixed = stream.writeback_interval or (None if streams else 1)
     buffers = ZOBuffers(stream, placement, num_passes, fixed or INTERVALS[-1], placement.narrow)
     recordings = 2 * trace.block_input_nbytes * is_recorded(model, buffers, pairs=True)
     other_nbytes = (

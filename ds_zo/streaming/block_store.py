@@ -138,7 +138,6 @@ class BlockStore:
             num_slots=self._stream.device_slots,
             num_low_slots=num_low_slots,
             overlap=self._stream.overlap,
-            reuse_buffers=self._stream.reuse_buffers,
             before_overwrite=before_overwrite,
         )
 

@@ -21,7 +21,6 @@ from typing import Protocol
 import torch
 
 from ds_zo.streaming.pinned_ring import UploadEvent, upload_
-from ds_zo.streaming.raw_buffer import RawBuffer
 from ds_zo.streaming.schedule import NUM_CHUNKS, Action, Kind, sweep
 from ds_zo.streaming.units import Unit
 
@@ -37,12 +36,10 @@ class Slot:
     """One buffer on the device and its events: `filled` when its upload is done, `drained` when the last kernel has
     used it, `saved[i]` when chunk i of its download is done. Events are None without CUDA."""
 
-    def __init__(self, nbytes: int, device: torch.device, *, reuse: bool = True) -> None:
+    def __init__(self, nbytes: int, device: torch.device) -> None:
         self.device = device
         self._nbytes = nbytes
-        self._reuse = reuse
-        self._raw: RawBuffer | None = None
-        self.buffer = torch.empty(nbytes if reuse else 0, dtype=torch.uint8, device=device)
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
         cuda = device.type == "cuda"
         self.filled: UploadEvent | None = UploadEvent() if cuda else None
         self.drained: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
@@ -81,8 +78,6 @@ class Slot:
         """Assigns the slot to `unit`, before its upload. The contents are unknown until the whole upload is issued,
         because issuing it may be interrupted."""
         self.unit, self._version = unit, -1
-        if not self._reuse:
-            self._reallocate()
 
     def uploaded(self) -> None:
         """The whole upload of the slot's unit was issued."""
@@ -100,17 +95,6 @@ class Slot:
     def invalidate(self) -> None:
         """Marks the slot's contents as different from any unit's `store_buffer`."""
         self.unit, self._version = None, -1
-
-    def _reallocate(self) -> None:
-        """For the ablation `reuse_buffers: false`: allocates and frees device memory at each use."""
-        self.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
-        if self.device.type != "cuda":
-            self.buffer = torch.empty(self._nbytes, dtype=torch.uint8, device=self.device)
-            return
-        if self._raw is not None:
-            self._raw.free()
-        self._raw = RawBuffer(self._nbytes, self.device)
-        self.buffer = torch.as_tensor(self._raw, device=self.device)
 
 
 class LowSlots:
@@ -200,7 +184,6 @@ class Runtime:
         num_slots: int,
         num_low_slots: int,
         overlap: bool = True,
-        reuse_buffers: bool = True,
         before_overwrite: BeforeOverwrite | None = None,
         padded: Callable[[int], int] = int,
     ) -> None:
@@ -214,7 +197,7 @@ class Runtime:
         nbytes = max((u.nbytes for u in streamed), default=0)
         self._overlap = overlap
         nbytes, low_nbytes = padded(nbytes), padded(low_nbytes)
-        self.slots = [Slot(nbytes, device, reuse=reuse_buffers) for _ in range(num_slots if overlap else 1) if streamed]
+        self.slots = [Slot(nbytes, device) for _ in range(num_slots if overlap else 1) if streamed]
         self.low_slots = [Slot(low_nbytes, device) for _ in range(num_low_slots) if low_nbytes]
         self._lows = LowSlots(self.low_slots)
         own = device.type == "cuda" and overlap

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import random
@@ -52,6 +53,30 @@ def test_recovery_loses_no_completed_step(name: str, tmp_path: Path) -> None:
     assert again.global_steps == 10
     assert train(again, BATCHES[10:12]) == expected[10:]
     assert_same_bits(planes(again), planes(whole))
+
+
+@pytest.mark.parametrize("name", ["fp32 some resident", "bf16 split", "bf16 wire", "fp8 wire"])
+def test_a_run_that_updated_in_a_sweep_after_each_step_goes_on_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    """Earlier versions ran so with `fuse_update: false`, which their checkpoints contain. They wrote back every
+    step."""
+    json = with_checkpoint(JSONS[name], trajectory=True)
+    json["ds_zo"]["stream"]["writeback_interval"] = 1
+
+    def unfused(engine: Any, batches: list[dict[str, Any]]) -> list[float]:
+        store = engine.backend.block_store
+        return train(engine, batches, lambda step: store.materialiser.fold_now(*store.placement.units))
+
+    first = engine_for(Toy(), copy.deepcopy(json))
+    unfused(first, BATCHES[:3])
+    first.config["ds_zo"]["stream"]["fuse_update"] = False
+    first.save_checkpoint(str(tmp_path))
+    unfused(first, BATCHES[3:7])
+    crash(first)
+    resumed = engine_for(Toy(), json)
+    resumed.load_checkpoint(str(tmp_path))
+    assert resumed.global_steps == 7
+    assert train(resumed, BATCHES[7:8]) + unfused(resumed, BATCHES[8:9]) == unfused(first, BATCHES[7:9])
+    assert_same_bits(planes(resumed), planes(first))
 
 
 class Choosy(Toy):

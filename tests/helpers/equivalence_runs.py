@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import ds_zo.backends.zo.backend
+from benchmarks.ablations import ablate
 from tests.helpers.zo_runs import on_device, zo_json
 
 Weights = dict[str, torch.Tensor]
@@ -39,8 +40,13 @@ def zo_config(
 
 
 @contextmanager
-def zo_engine(model: nn.Module, config: Mapping[str, Any], **arguments: Any) -> Iterator[Any]:
+def zo_engine(
+    model: nn.Module, config: Mapping[str, Any], *, without: Sequence[str] = (), **arguments: Any
+) -> Iterator[Any]:
+    """`without`: features that `benchmarks.ablations` switches off."""
     engine = deepspeed.initialize(model=model, config=dict(config), **arguments)[0]
+    if without:
+        ablate(engine, without)
     try:
         yield engine
     finally:

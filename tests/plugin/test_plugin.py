@@ -642,7 +642,6 @@ def test_the_start_up_table(kind, is_streamed, seen):
     ("stream", "offload", "said"),
     [
         ({"writeback_interval": 5}, True, "every 5 steps, as ds_zo.stream.writeback_interval says"),
-        ({"fuse_update": False}, True, "every step, because ds_zo.stream.fuse_update is false"),
         ({}, False, "every step, because no block streams"),
         ({"master": "wire"}, True, "every 8 steps, the default of streamed blocks with master wire"),
     ],

@@ -38,12 +38,11 @@ def visit(runtime: Runtime, unit: Unit, *, update: bool = False, download: bool 
     runtime.release(unit, slot, download=download)
 
 
-@pytest.mark.parametrize("reuse_buffers", [True, False])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("num_slots", [2, 3, 4, 9])
-def test_every_pass_uploads_every_block_once(num_slots: int, overlap: bool, reuse_buffers: bool) -> None:
+def test_every_pass_uploads_every_block_once(num_slots: int, overlap: bool) -> None:
     units = units_of(6)
-    runtime = make_runtime(units, num_slots=num_slots, overlap=overlap, reuse_buffers=reuse_buffers)
+    runtime = make_runtime(units, num_slots=num_slots, overlap=overlap)
     whole = sum(u.nbytes for u in units)
     moved = []
     for number in range(4):

@@ -90,8 +90,8 @@ class RecomputedBlockStore(BlockStore):
         self.output_check = OutputCheck(device, forwards_per_step=config.gradient_accumulation_steps)
         self._checked_modes: set[bool] = set()
         """Whether gradients were on in the forwards that were checked for weights used outside of their blocks."""
-        self._views: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
-        """The parameters' views of a slot and the slot's buffer, by the ids of unit and slot."""
+        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
+        """The parameters' views of a slot, by the ids of unit and slot."""
         self._make_buffers()
         if self.may_fill_device:
             reset_peak_memory(device)
@@ -189,11 +189,9 @@ class RecomputedBlockStore(BlockStore):
 
     def _views_in(self, unit: Unit, slot: Slot) -> list[torch.Tensor]:
         key = (id(unit), id(slot))
-        found = self._views.get(key)
-        if found is None or found[0] is not slot.buffer:
-            found = (slot.buffer, unit.views(unit.planes(slot.buffer), [None] * len(unit.parts)))
-            self._views[key] = found
-        return found[1]
+        if key not in self._views:
+            self._views[key] = unit.views(unit.planes(slot.buffer), [None] * len(unit.parts))
+        return self._views[key]
 
     def _free_buffers(self) -> None:
         self._views.clear()

@@ -241,17 +241,12 @@ class ZOBackend(Backend):
         if self.recorder is not None:
             self.recorder.append(self.block_store.log.last_row)
         self._projected = torch.zeros_like(g)
-        if not self.config.section.stream.fuse_update:
-            self._fold_everything()  # an ablation: the update in a sweep over all units, apart from the forward
         self.block_store.fill_device()
         if self.block_store.must_choose_interval:
             self.block_store.choose_interval(
                 num_uploads=self._passes.num_uploads, agree=self.ranks.broadcast_from_first
             )
         return StepOutcome(applied=DeferredScalar(finite), grad_norm=DeferredScalar(norm))
-
-    def _fold_everything(self) -> None:
-        self.block_store.materialiser.fold_now(*self.block_store.placement.units)
 
     # Changes that the user makes to the model or the optimizer
 
@@ -290,8 +285,6 @@ class ZOBackend(Backend):
         for row in rows:
             self.block_store.materialiser.fold_due()
             self.block_store.log.append_row(row)
-            if not self.config.section.stream.fuse_update:
-                self._fold_everything()
         self._projected.zero_()
         self.state.forget()
         return self.block_store.log.num_skipped(rows)

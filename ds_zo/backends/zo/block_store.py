@@ -74,7 +74,7 @@ class ZOBlockStore(BlockStore):
         num_blocks = len(placement.blocks)
         num_resident = min(num_blocks, stream.resident_blocks or 0) if config.stream else num_blocks
         automatic = _STREAMED_INTERVAL[stream.master] if num_resident < num_blocks else 1
-        self.interval = (stream.writeback_interval or automatic) if stream.fuse_update else 1
+        self.interval = stream.writeback_interval or automatic
         self.step_time: str | None = None
         """The expected step time and the measured rates that led to the interval, as text; None if nothing was
         measured."""
@@ -104,7 +104,6 @@ class ZOBlockStore(BlockStore):
             and device.type == "cuda"
             and num_resident < num_blocks
             and stream.writeback_interval is None
-            and stream.fuse_update
             and stream.overlap
             and self.shared is None
         )
@@ -286,8 +285,6 @@ class ZOBlockStore(BlockStore):
 
     def _interval_and_reason(self) -> str:
         every = "every step" if self.interval == 1 else f"every {self.interval} steps"
-        if not self._stream.fuse_update:
-            return f"{every}, because ds_zo.stream.fuse_update is false"
         if self._stream.writeback_interval is not None:
             return f"{every}, as ds_zo.stream.writeback_interval says"
         if not any(unit.streamed for unit in self.placement.blocks):

@@ -10,7 +10,6 @@ import torch
 from ds_zo.streaming.units import Planes, Unit
 
 _T = TypeVar("_T")
-_MAX_CACHED = 12_288
 
 
 class CachedViews:
@@ -40,8 +39,6 @@ class CachedViews:
 
     def _get(self, key: Any, make: Callable[[], _T]) -> _T:
         if key not in self._cached:
-            if len(self._cached) >= _MAX_CACHED:  # `reuse_buffers: false`, an ablation, makes new buffers all the time
-                self._cached.clear()
             self._cached[key] = make()
         found: _T = self._cached[key]
         return found

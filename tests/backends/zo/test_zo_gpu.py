@@ -9,7 +9,7 @@ import copy
 import gc
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -65,11 +65,12 @@ def run(
     *,
     steps: Iterable[Mapping[str, Any]],
     after_step: Callable[[Any, int], None] = lambda engine, step: None,
+    without: Sequence[str] = (),
     **options: Any,
 ) -> Weights:
     """The masters after the steps. Frees all memory that the run used."""
     model = copy.deepcopy(large_model())
-    with zo_engine(model, zo_config(stream=stream, **{"lr": LR, **options})) as engine:
+    with zo_engine(model, zo_config(stream=stream, **{"lr": LR, **options}), without=without) as engine:
         for number, batch in enumerate(steps):
             one_step(engine, batch)
             after_step(engine, number)
@@ -127,8 +128,6 @@ def test_measuring_for_an_interval_changes_no_weight(stream: dict[str, Any]) -> 
     "stream",
     [
         {"overlap": False, "writeback_interval": 1},
-        {"reuse_buffers": False, "writeback_interval": 1},
-        {"fuse_update": False},
         {"resident_blocks": None, "writeback_interval": 1},
         {"resident_blocks": None, "writeback_interval": 2, "device_memory_gb": 0.7},
     ],
@@ -139,6 +138,13 @@ def test_ablations_and_automatic_residency_change_nothing(dtype: str | None, str
     interval = stream.get("writeback_interval", 1)
     expected = resident_run(dtype, interval if dtype else 1, 0, 40)
     assert_same_weights(run(stream, steps=batches(40), dtype=dtype), expected)
+
+
+@pytest.mark.parametrize("without", ["reuse_buffers", "fuse_update"])
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+def test_features_that_benchmarks_switch_off_change_nothing(dtype: str | None, without: str) -> None:
+    found = run({"writeback_interval": 1}, steps=batches(40), dtype=dtype, without=[without])
+    assert_same_weights(found, resident_run(dtype, 1, 0, 40))
 
 
 @pytest.mark.parametrize("master", ["split", "wire"])

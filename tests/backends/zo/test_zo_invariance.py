@@ -7,6 +7,7 @@ fold, so bf16 runs are compared at one interval.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -35,9 +36,9 @@ MODEL = "opt"
 PATH = "model.decoder.layers"
 
 
-def run(*, num_steps: int = NUM_STEPS, **options: Any) -> dict[str, torch.Tensor]:
+def run(*, num_steps: int = NUM_STEPS, without: Sequence[str] = (), **options: Any) -> dict[str, torch.Tensor]:
     case = CASES[MODEL]
-    return trained(case.make(), zo_config(**options), map(case.batch, range(num_steps)))
+    return trained(case.make(), zo_config(**options), map(case.batch, range(num_steps)), without=without)
 
 
 @cache
@@ -61,11 +62,6 @@ def resident_run(**options: Any) -> dict[str, torch.Tensor]:
         {"writeback_interval": 7, "resident_blocks": 3},
         {"writeback_interval": 1, "overlap": False},
         {"writeback_interval": 7, "overlap": False},
-        {"writeback_interval": 1, "reuse_buffers": False},
-        {"writeback_interval": 2, "reuse_buffers": False, "device_slots": 3, "resident_blocks": 1},
-        {"fuse_update": False},
-        {"fuse_update": False, "resident_blocks": 1},
-        {"overlap": False, "reuse_buffers": False, "fuse_update": False},
         {"blocks": PATH, "writeback_interval": 2},
         {"blocks": [PATH], "writeback_interval": 1},
     ],
@@ -73,6 +69,16 @@ def resident_run(**options: Any) -> dict[str, torch.Tensor]:
 )
 def test_streamed_run_equals_resident_run(stream: dict[str, Any]) -> None:
     assert_same_weights(run(stream=stream), resident_run())
+
+
+@pytest.mark.parametrize("dtype", [None, "bf16"])
+@pytest.mark.parametrize("num_resident", [0, 1])
+@pytest.mark.parametrize("without", [["reuse_buffers"], ["fuse_update"], ["reuse_buffers", "fuse_update"]], ids=str)
+def test_features_that_benchmarks_switch_off_change_nothing(
+    without: list[str], num_resident: int, dtype: str | None
+) -> None:
+    found = run(stream={"writeback_interval": 1, "resident_blocks": num_resident}, dtype=dtype, without=without)
+    assert_same_weights(found, resident_run(dtype=dtype))
 
 
 @pytest.mark.parametrize("interval", [1, 5])
@@ -103,7 +109,6 @@ LOW = [
     {"device_slots": 4, "resident_blocks": 1},
     {"resident_blocks": 2},
     {"overlap": False},
-    {"reuse_buffers": False},
 ]
 
 

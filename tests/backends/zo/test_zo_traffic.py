@@ -87,13 +87,6 @@ def test_an_evaluation_uploads_weights_and_low_planes_once(
         assert found[2] == whole + lows
 
 
-def test_an_update_sweep_of_its_own_uploads_twice() -> None:
-    """The ablation `fuse_update: false`. Blocks that the sweep leaves in the slots need no second upload."""
-    up, down, whole = moved(4, stream={"fuse_update": False})
-    assert down == whole
-    assert 1.4 * whole < up <= 2 * whole
-
-
 def test_a_new_interval_leaves_no_buffers_of_the_old_one() -> None:
     """The buffers must not wait for garbage collection either: a low plane of OPT-175B's blocks is 3.6 GB."""
     case = CASES["wandering"]
