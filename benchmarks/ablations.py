@@ -13,6 +13,7 @@ import torch
 from benchmarks.raw_buffer import RawBuffer
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.streaming.runtime import Slot
+from ds_zo.streaming.streams import Streams
 from ds_zo.streaming.units import Unit
 
 
@@ -20,21 +21,22 @@ class FreshSlot(Slot):
     """A slot that allocates its memory at each upload and frees the earlier one, outside PyTorch's caching
     allocator."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        super().__init__(nbytes, device)
+    def __init__(self, nbytes: int, streams: Streams) -> None:
+        super().__init__(nbytes, streams)
+        self._device = device = streams.device
         self._size = nbytes
         self._raw: RawBuffer | None = None
         self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, unit: Unit) -> None:
         super().take(unit)
-        if self.device.type != "cuda":
+        if self._device.type != "cuda":
             self.buffer = torch.empty(self._size, dtype=torch.uint8)
             return
         if self._raw is not None:
             self._raw.free()
-        self._raw = RawBuffer(self._size, self.device)
-        self.buffer = torch.as_tensor(self._raw, device=self.device)
+        self._raw = RawBuffer(self._size, self._device)
+        self.buffer = torch.as_tensor(self._raw, device=self._device)
 
 
 def _allocate_at_each_upload(store: ZOBlockStore) -> None:
@@ -43,8 +45,8 @@ def _allocate_at_each_upload(store: ZOBlockStore) -> None:
     for i, slot in enumerate(slots):
         if not isinstance(slot, FreshSlot):
             nbytes = slot.buffer.numel()
-            slot.buffer = torch.empty(0, dtype=torch.uint8, device=slot.device)
-            slots[i] = FreshSlot(nbytes, slot.device)
+            slot.buffer = torch.empty(0, dtype=torch.uint8, device=store.device)
+            slots[i] = FreshSlot(nbytes, store.streams)
 
 
 def _update_in_own_sweep(store: ZOBlockStore) -> None:

@@ -35,7 +35,7 @@ from ds_zo.backends.lsp.backend import LSPBackend
 from ds_zo.backends.lsp.host_adam import HostAdam
 from ds_zo.backends.lsp.host_group import HostGroup
 from ds_zo.backends.lsp.scheduler import ServiceOrder
-from ds_zo.backends.lsp.transfers import Copy, CopyLane, TransferStreams, UploadBuffer
+from ds_zo.backends.lsp.transfers import Copy, CopyLane, Transfers, UploadBuffer
 from ds_zo.bench.contenders import ALL, Contender, config_of, shared_config
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise
@@ -49,6 +49,7 @@ from ds_zo.bench.trainer import (
 )
 from ds_zo.records.environment import host_peak_gb
 from ds_zo.records.rows import Row
+from ds_zo.streaming.streams import Stream
 
 _POSITIONS = 2048
 """Tokens that every model takes at least."""
@@ -214,18 +215,18 @@ def _no_lsp_adam(backend: LSPBackend) -> Iterator[None]:
 def _no_lsp_copies(backend: LSPBackend) -> Iterator[None]:
     issue = Copy.issue
 
-    def issue_nothing(copy: Copy, stream: torch.cuda.Stream) -> None:
+    def issue_nothing(copy: Copy, stream: Stream) -> None:
         copy.pairs = ()
         issue(copy, stream)
 
-    def upload(streams: TransferStreams, group: object, source: torch.Tensor) -> UploadBuffer:
-        free = (buffer for buffer in streams._upload_buffers if buffer.owner is None)
-        buffer = next(free, streams._upload_buffers[0])
+    def upload(transfers: Transfers, group: object, source: torch.Tensor) -> UploadBuffer:
+        free = (buffer for buffer in transfers.upload_buffers if buffer.owner is None)
+        buffer = next(free, transfers.upload_buffers[0])
         buffer.owner = group
         return buffer
 
     with (
-        patch.object(TransferStreams, "upload", upload),
+        patch.object(Transfers, "upload", upload),
         patch.object(Copy, "issue", issue_nothing),
         patch.object(HostGroup, "_gradient_pairs", lambda group, whole: []),
     ):
@@ -236,8 +237,7 @@ def _no_lsp_copies(backend: LSPBackend) -> Iterator[None]:
 @contextmanager
 def _no_early_uploads(backend: LSPBackend) -> Iterator[None]:
     """The Adam thread leaves uploads to the main thread, which issues them from `step` on."""
-    streams, advance = backend._groups.streams, CopyLane.advance
-    uploads = None if streams is None else streams.up
+    uploads, advance = backend._groups.transfers.up, CopyLane.advance
 
     def from_step_on(lane: CopyLane) -> None:
         if lane is not uploads or threading.current_thread() is threading.main_thread():

@@ -26,6 +26,7 @@ from ds_zo.checkpoint.trajectory import (
     parse_trajectory,
     read_trajectory,
 )
+from ds_zo.streaming.streams import current_stream
 
 Header = dict[str, Any]
 _UPDATE_FACTS = ("noise_version", "seed", "distribution", "num_directions", "num_groups")
@@ -101,8 +102,7 @@ class TrajectoryRecorder:
             return
         copy = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
         copy.copy_(row, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
+        copied = current_stream(row.device).recorded()
 
         def run() -> None:
             copied.synchronize()

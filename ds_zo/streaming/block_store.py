@@ -26,6 +26,7 @@ from ds_zo.streaming.rank_values import compare_values
 from ds_zo.streaming.runtime import BeforeOverwrite, Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
+from ds_zo.streaming.streams import streams_for
 from ds_zo.streaming.units import Unit
 
 
@@ -56,6 +57,7 @@ class BlockStore:
         self.placement = placement
         self._stream = config.section.stream
         self._needed = needed
+        self.streams = streams_for(device, overlap=self._stream.overlap)
         resident_ids = {id(placement.blocks[i]) for i in evenly_spaced(len(placement.blocks), num_resident)}
         num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
         self.shared: SharedStore | None = None
@@ -63,7 +65,7 @@ class BlockStore:
         self.shards: DeviceShards | None = None
         """This rank's shards of blocks that are sharded over the devices of all ranks. None: not sharded so."""
         if num_ranks > 1 and config.shards_device:
-            self.shards = DeviceShards(Node(process_group, device=device, all_machines=True), device=device)
+            self.shards = DeviceShards(Node(process_group, streams=self.streams, all_machines=True))
             if not placement.blocks:
                 logger.warning(
                     "ds_zo: no list of blocks of one class was found in this model, so every rank keeps the whole "
@@ -75,7 +77,7 @@ class BlockStore:
                 sizes,
                 num_units=len(placement.blocks),
                 process_group=process_group,
-                device=device,
+                streams=self.streams,
                 pin=config.pin_memory,
             )
         if config.stream or config.shards_device:
@@ -134,10 +136,9 @@ class BlockStore:
         make: Any = Runtime if ranks_store is None else partial(ShardedRuntime, store=ranks_store)
         self.runtime = make(
             self.placement.blocks,
-            self.device,
+            self.streams,
             num_slots=self._stream.device_slots,
             num_low_slots=num_low_slots,
-            overlap=self._stream.overlap,
             before_overwrite=before_overwrite,
         )
 

@@ -13,11 +13,12 @@ blocks), which fold in place.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.streams import DONE, Event, Streams
 from ds_zo.streaming.units import Unit
 
 
@@ -30,10 +31,10 @@ class Claim:
         store_buffer: torch.Tensor,
         low: torch.Tensor | None,
         *,
-        ready: Callable[[], None],
+        ready: Sequence[Event],
         finish: Callable[[Claim], None],
     ) -> None:
-        """`ready` waits until the bytes are in the buffers. `finish` is called when they are written."""
+        """`ready`: events after which the bytes are in the buffers. `finish` is called when they are written."""
         self.unit = unit
         self.store_buffer, self.low = store_buffer, low
         self.done = False
@@ -44,7 +45,8 @@ class Claim:
 
     def buffers(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The unit's stored bytes and its low plane, once they are complete. Any thread may call it."""
-        self._ready()
+        for event in self._ready:
+            event.synchronize()
         return self.store_buffer, self.low
 
     def written(self) -> None:
@@ -55,10 +57,11 @@ class Claim:
 class Claims:
     """All claims on a model's units, and the spare buffers that units and claims exchange."""
 
-    def __init__(self, store: HostStore, *, swaps: bool = True) -> None:
+    def __init__(self, store: HostStore, *, streams: Streams, swaps: bool = True) -> None:
         """With `swaps` False streamed units are copied too: other processes use their buffers, which can't be
         replaced."""
         self._store = store
+        self._streams = streams
         self._swaps = swaps
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
@@ -72,17 +75,9 @@ class Claims:
         low = unit.low_buffer
         if low is not None and not (unit.low_streamed and self._swaps):
             low = self._copy(low, copied)
-        landed = unit.written_back if unit.streamed or unit.low_streamed else None
-        done_copying = torch.cuda.Event() if copied and unit.store_buffer.is_cuda else None
-        if done_copying is not None:
-            done_copying.record()
-
-        def ready() -> None:
-            for event in (landed, done_copying):
-                if event is not None:
-                    event.synchronize()
-
-        claim = Claim(unit, store_buffer, low, ready=ready, finish=self._finish)
+        landed = unit.written_back if unit.streamed or unit.low_streamed else DONE
+        done_copying = self._streams.compute.recorded() if copied and not unit.streamed else DONE
+        claim = Claim(unit, store_buffer, low, ready=(landed, done_copying), finish=self._finish)
         claim.released += copied
         with self._lock:
             self._unwritten[id(unit)] = claim

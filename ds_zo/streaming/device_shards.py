@@ -39,8 +39,8 @@ class DeviceShards(RanksStore):
 
     reads_alone = False
 
-    def __init__(self, node: Node, *, device: torch.device) -> None:
-        super().__init__(node, device, pin=False)
+    def __init__(self, node: Node) -> None:
+        super().__init__(node, node.device, pin=False)
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Returns a zeroed device buffer for a whole unit. `filled` replaces it by this rank's shard."""
@@ -90,13 +90,11 @@ class DeviceShards(RanksStore):
                 part = flat[segment.begin : segment.begin + segment.numel]
                 segment.view(unit.store_buffer, placed.parameter.dtype).copy_(part)
         # The next gather is on another stream and waits for this one's writes.
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-        unit.rewritten(unit.version, stream=stream)
+        unit.rewritten(unit.version, stream=self.node.streams.compute)
 
     def whole(self, unit: Unit) -> list[torch.Tensor]:
         """Gathers the unit's parameters into new device memory, in `placed` order. Collective."""
-        if unit.written_back is not None:
-            torch.cuda.current_stream(self.device).wait_event(unit.written_back)
+        self.node.streams.compute.wait(unit.written_back)
         buffer = torch.empty(self.partition.padded_nbytes(unit.nbytes), dtype=torch.uint8, device=self.device)
         self.gather(buffer, unit)
         return unit.views(unit.planes(buffer), [None] * len(unit.parts))

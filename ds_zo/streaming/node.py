@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.utils import logger
 
+from ds_zo.streaming.streams import Streams
+
 ALIGN = 256
 """Bytes. Every shard begins at a multiple of it."""
 _MADV_REMOVE = 9
@@ -54,15 +56,14 @@ class Node:
     """The ranks of `process_group` that run on this machine; with `all_machines`, all ranks of the group. The
     constructor is collective."""
 
-    def __init__(self, process_group: Any, *, device: torch.device, all_machines: bool = False) -> None:
-        self.device = device
-        self.streams: list[torch.cuda.Stream] = []
-        """Streams, besides the current one, that copy to or from memory that ranks share."""
+    def __init__(self, process_group: Any, *, streams: Streams, all_machines: bool = False) -> None:
+        self.device = streams.device
+        self.streams = streams
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
         places: list[Any] = [None] * len(ranks)
         if not all_machines:
             dist.all_gather_object(places, _place(), group=process_group)
-        timeout = world_timeout(device)
+        timeout = world_timeout(self.device)
         by_place: dict[Any, list[int]] = {}
         for rank, place in zip(ranks, places, strict=True):
             by_place.setdefault(place, []).append(rank)
@@ -74,9 +75,9 @@ class Node:
                 self.group, self.ranks = group, members
         self._on_host = dist.new_group(self.ranks, backend="gloo", timeout=timeout) if all_machines else None
         self.partition = RankPartition(self.ranks.index(dist.get_rank()), len(self.ranks))
-        self._token = torch.zeros(1, device=device)
+        self._token = torch.zeros(1, device=self.device)
         backend = dist.get_backend(self.group)
-        self._by_broadcast = device.type == "cuda" and "gloo" in str(backend)
+        self._by_broadcast = self.device.type == "cuda" and "gloo" in str(backend)
         """Whether `gather` is made of broadcasts: gloo has no all-gather of CUDA tensors."""
 
     @property
@@ -84,10 +85,10 @@ class Node:
         return self.partition.size
 
     def host_wait(self) -> None:
-        """Blocks the host until the current stream and `streams` have finished all work issued so far."""
-        if self.device.type == "cuda":
-            for stream in (torch.cuda.current_stream(self.device), *self.streams):
-                stream.synchronize()
+        """Blocks the host until the streams that compute or copy weights have finished all work issued so far."""
+        own = self.streams
+        for stream in (own.compute, own.upload, own.download, own.gathered):
+            stream.synchronize()
 
     def barrier(self) -> None:
         """Blocks the host until every rank has called it and has finished the work that it had issued before."""

@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 
+from ds_zo.streaming.streams import CudaStream, Stream
+
 RING_NBYTES = 256 * 2**20
 """Pinned memory of a ring. A system that refuses it is asked for half as much, and so on."""
 SLICE_NBYTES = 8 * 2**20
@@ -34,68 +36,29 @@ _MOST_COPIERS = 12
 _FEWEST_SLICES = 4
 
 
-class DeferredRecord:
-    """For an event class: a record that a ring's thread makes later. See [Note: pinned ring]."""
-
-    upload: Future[None] | None = None
-    """The last upload through a ring that records this event; None if none does."""
-
-    def record(self, stream: Any = None) -> None:
-        if self.upload is None:
-            self.record_now(stream)
-
-    def record_now(self, stream: Any) -> None:
-        super().record(stream)  # type: ignore[misc]
-
-    def wait(self, stream: Any = None) -> None:
-        self._join()
-        super().wait(stream)  # type: ignore[misc]
-
-    def synchronize(self) -> None:
-        self._join()
-        super().synchronize()  # type: ignore[misc]
-
-    def query(self) -> bool:
-        is_issued = self.upload is None or self.upload.done()
-        return is_issued and bool(super().query())  # type: ignore[misc]
-
-    def _join(self) -> None:
-        if self.upload is not None:
-            self.upload.result()
-
-
-class UploadEvent(DeferredRecord, torch.cuda.Event):
-    """The event `filled` of a slot."""
-
-
 class DeviceSide:
     """The calls of a ring that go to the device, on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._current, self._stream = CudaStream(device, is_current=True), CudaStream(device)
 
     def now(self) -> Any:
         """An event after the work that the caller's current stream has now."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._current.recorded()
 
     def wait(self, event: Any) -> None:
         """Makes the ring's stream wait for `event`."""
-        self._stream.wait_event(event)
+        self._stream.wait(event)
 
     def send(self, target: torch.Tensor, staged: torch.Tensor) -> Any:
         """Issues a copy on the ring's stream, and returns an event after it."""
-        with torch.cuda.stream(self._stream):
+        with self._stream.issuing():
             target.copy_(staged, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        return event
+        return self._stream.recorded()
 
     def record(self, event: Any) -> None:
         """Records `event` on the ring's stream."""
-        event.record_now(self._stream)
+        event.record_now(self._stream.raw)
 
     def synchronize(self) -> None:
         """Blocks until the ring's stream is idle."""
@@ -249,15 +212,15 @@ def _detach_all(ring: PinnedRing) -> None:
         del _ring_of[address]
 
 
-def upload_(target: torch.Tensor, source: torch.Tensor, filled: Any) -> None:
-    """Copies `source` to `target` on the current stream, through the ring of `source` if it has one. The caller then
-    records `filled` on that stream."""
+def upload_(target: torch.Tensor, source: torch.Tensor, filled: Any, *, stream: Stream) -> None:
+    """Copies `source` to `target` on `stream`, which is current, through the ring of `source` if it has one. The caller
+    then records `filled` on that stream."""
     ring = _ring_of.get(source.untyped_storage().data_ptr()) if _ring_of else None
     if ring is not None:
         ring.upload(target, source, filled)
         return
-    if isinstance(filled, DeferredRecord) and filled.upload is not None:
+    if getattr(filled, "upload", None) is not None:
         # An earlier upload to the same slot may still write to it.
-        filled.wait(torch.cuda.current_stream(target.device))
+        stream.wait(filled)
         filled.upload = None
     target.copy_(source, non_blocking=True)

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
-from ds_zo.streaming.pinned_ring import UploadEvent, upload_
+from ds_zo.streaming.pinned_ring import upload_
 from ds_zo.streaming.schedule import NUM_CHUNKS, Action, Kind, sweep
+from ds_zo.streaming.streams import DONE, Event, Stream, Streams
 from ds_zo.streaming.units import Unit
 
 
@@ -34,18 +35,14 @@ class BeforeOverwrite(Protocol):
 
 class Slot:
     """One buffer on the device and its events: `filled` when its upload is done, `drained` when the last kernel has
-    used it, `saved[i]` when chunk i of its download is done. Events are None without CUDA."""
+    used it, `saved[i]` when chunk i of its download is done."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, nbytes: int, streams: Streams) -> None:
         self._nbytes = nbytes
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        cuda = device.type == "cuda"
-        self.filled: UploadEvent | None = UploadEvent() if cuda else None
-        self.drained: torch.cuda.Event | None = torch.cuda.Event() if cuda else None
-        self.saved: list[torch.cuda.Event | None] = [torch.cuda.Event() if cuda else None for _ in range(NUM_CHUNKS)]
-        if self.drained is not None:  # kernels on this stream may still use this memory
-            self.drained.record(torch.cuda.current_stream(device))
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=streams.device)
+        self.filled = streams.upload_event()
+        self.drained = streams.compute.recorded()  # kernels on this stream may still use this memory
+        self.saved = [streams.event() for _ in range(NUM_CHUNKS)]
         self.is_saving = False
         """Whether a download of the slot may be under way that no upload has waited for. An upload of a smaller unit
         does not wait for the last chunks."""
@@ -66,7 +63,7 @@ class Slot:
         updates have been applied in the slot and are not sent back."""
         return self.unit is not None and self._version == self.unit.version
 
-    def chunks(self, nbytes: int) -> Iterator[tuple[slice, torch.cuda.Event | None]]:
+    def chunks(self, nbytes: int) -> Iterator[tuple[slice, Event]]:
         """The chunks that cover the first `nbytes`, and the events of their downloads. Chunk boundaries do not depend
         on the unit."""
         length = -(-self._nbytes // NUM_CHUNKS)
@@ -179,29 +176,28 @@ class Runtime:
     def __init__(
         self,
         units: Sequence[Unit],
-        device: torch.device,
+        streams: Streams,
         *,
         num_slots: int,
         num_low_slots: int,
-        overlap: bool = True,
         before_overwrite: BeforeOverwrite | None = None,
         padded: Callable[[int], int] = int,
     ) -> None:
         """`padded`: bytes of a slot that can hold a unit of so many bytes."""
         self.units = list(units)
         self._before_overwrite = before_overwrite
-        self.device = device
+        self.device = streams.device
+        self.streams = streams
         self._number = {id(unit): i for i, unit in enumerate(self.units)}
         streamed = [u for u in self.units if u.streamed]
         low_nbytes = max((u.low_nbytes for u in self.units if u.low_streamed), default=0)
         nbytes = max((u.nbytes for u in streamed), default=0)
-        self._overlap = overlap
         nbytes, low_nbytes = padded(nbytes), padded(low_nbytes)
-        self.slots = [Slot(nbytes, device) for _ in range(num_slots if overlap else 1) if streamed]
-        self.low_slots = [Slot(low_nbytes, device) for _ in range(num_low_slots) if low_nbytes]
+        num_slots = num_slots if streams.overlaps else 1
+        self.slots = [Slot(nbytes, streams) for _ in range(num_slots) if streamed]
+        self.low_slots = [Slot(low_nbytes, streams) for _ in range(num_low_slots) if low_nbytes]
         self._lows = LowSlots(self.low_slots)
-        own = device.type == "cuda" and overlap
-        self._own_up, self._own_up_low, self._own_down = (torch.cuda.Stream(device) if own else None for _ in range(3))
+        self._low_upload = streams.low_upload
         self._default_order = [i for i, unit in enumerate(self.units) if unit.streamed]
         self._order: Sequence[int] = self._default_order
         self._then: list[int] | None = None
@@ -232,7 +228,7 @@ class Runtime:
         """
         self._order = [self._number[id(unit)] for unit in order if unit.streamed]
         self._then = None if then is None else [self._number[id(unit)] for unit in then if unit.streamed]
-        lows = [unit for unit in lows if unit.low_streamed and self._overlap]
+        lows = [unit for unit in lows if unit.low_streamed and self.streams.overlaps]
         self._reclaim_low_slots(keep=lows)
         self._lows.plan(lows)
         self._plan(self._order, downloads={self._number[id(unit)] for unit in downloads})
@@ -253,7 +249,7 @@ class Runtime:
         assert action.kind is Kind.COMPUTE and action.block == number
         slot = self.slots[action.slot]
         assert slot.unit is unit, f"slot {action.slot} should hold {unit.name}"
-        self._wait(self._compute, slot.filled)
+        self.streams.compute.wait(slot.filled)
         return slot
 
     def acquire_low(self, unit: Unit) -> torch.Tensor | None:
@@ -263,7 +259,7 @@ class Runtime:
             return unit.low_buffer
         slot = self._lows.slot_of(unit) or self._upload_low(unit)
         slot.in_use = True
-        self._wait(self._compute, slot.filled)
+        self.streams.compute.wait(slot.filled)
         return slot.buffer
 
     def before_writing(self, slot: Slot) -> None:
@@ -271,7 +267,7 @@ class Runtime:
         Such a download is possible where a block stays in its slot, as when there are as many slots as blocks."""
         if slot.is_saving:
             for saved in slot.saved:
-                self._wait(self._compute, saved)
+                self.streams.compute.wait(saved)
 
     def written(self, unit: Unit, slot: Slot | None) -> None:
         """Called when the last kernel that writes to the unit's slots has been issued. Issues the downloads; later
@@ -293,7 +289,7 @@ class Runtime:
         low = self._lows.stop_using(unit)
         for used in (slot, low):
             if used is not None:
-                self._record(used.drained, self._compute)
+                self.streams.compute.record(used.drained)
         if download:
             self._download(unit, slot, low)
         if low is not None and not keep_low:
@@ -304,14 +300,13 @@ class Runtime:
     def updating(self, unit: Unit) -> Iterator[torch.Tensor]:
         """Context in which the current stream may change the unit's `store_buffer`, which is on the device: it waits
         for all uploads issued so far, and later uploads wait for it. Yields the buffer."""
-        if self._up is not None and self._compute is not None:
-            self._compute.wait_stream(self._up)
+        self.streams.compute.wait_stream(self.streams.upload)
         yield unit.store_buffer
-        unit.folded(unit.version + 1, stream=self._compute)
+        unit.folded(unit.version + 1, stream=self.streams.compute)
 
     def abandon(self, slot: Slot) -> None:
         """A use of the slot was interrupted. The next upload waits for the kernels that were issued for it."""
-        self._record(slot.drained, self._compute)
+        self.streams.compute.record(slot.drained)
 
     def finish(self) -> None:
         """Ends a pass, complete or interrupted; uploads ahead follow the units' own order again. Slots stay valid where
@@ -330,7 +325,7 @@ class Runtime:
         copies under way, so that the caller may then free the slots."""
         for slot in self._all_slots():
             for event in (slot.filled, *slot.saved):
-                self._wait(self._compute, event)
+                self.streams.compute.wait(event)
             slot.invalidate()
         self.finish()
 
@@ -340,8 +335,7 @@ class Runtime:
         self.host_wait(unit)
         held = [slot for slot in self._all_slots() if slot.unit is unit]
         for slot in held:
-            if slot.filled is not None:
-                slot.filled.synchronize()
+            slot.filled.synchronize()
             slot.invalidate()
         if held:
             self._actions = deque()  # the next `acquire` plans again
@@ -358,15 +352,13 @@ class Runtime:
 
     def host_wait(self, unit: Unit) -> None:
         """Blocks the host until the unit's last download is in `unit.store_buffer`. Not for use within a step."""
-        if unit.written_back is not None:
-            unit.written_back.synchronize()
+        unit.written_back.synchronize()
 
     def wait_for_copies(self) -> None:
         """Blocks the host until no copy is under way, before host or device memory is freed."""
         for slot in self._all_slots():
             for event in (slot.filled, *slot.saved):
-                if event is not None:
-                    event.synchronize()
+                event.synchronize()
 
     def _plan(self, order: Sequence[int], *, downloads: Collection[int]) -> None:
         loaded = {
@@ -374,7 +366,7 @@ class Runtime:
             for i, slot in enumerate(self.slots)
             if slot.unit is not None and slot.is_current
         }
-        ahead = (self._order if self._then is None else self._then)[: len(self.slots)] if self._overlap else ()
+        ahead = (self._order if self._then is None else self._then)[: len(self.slots)] if self.streams.overlaps else ()
         self._actions = deque(
             sweep(order, num_slots=len(self.slots), downloads=downloads, loaded=loaded, then=ahead)
             if self.slots
@@ -389,7 +381,7 @@ class Runtime:
 
     def _upload(self, number: int, slot: Slot) -> None:
         unit = self.units[number]
-        self._fill(slot, unit, unit.store_buffer, self._up)
+        self._fill(slot, unit, unit.store_buffer, self.streams.upload)
         self.bytes_up += unit.nbytes
 
     def _upload_lows(self) -> None:
@@ -402,7 +394,7 @@ class Runtime:
         if self._lows.free_slot is None:  # reclaim those of interrupted uses, and the one filled last
             self._reclaim_low_slots(keep=self._lows.ahead[:-1])
         slot = self._lows.take(unit)
-        self._fill(slot, unit, unit.low_buffer, self._up_low)
+        self._fill(slot, unit, unit.low_buffer, self._low_upload)
         self.bytes_up += unit.low_nbytes
         return slot
 
@@ -410,65 +402,36 @@ class Runtime:
         """Frees all low slots but those filled ahead for the units in `keep`. Kernels of an interrupted use may still
         read their low slots: `drained` is recorded after them."""
         for slot in self._lows.reclaim(keep=keep):
-            self._record(slot.drained, self._compute)
+            self.streams.compute.record(slot.drained)
 
-    def _fill(self, slot: Slot, unit: Unit, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+    def _fill(self, slot: Slot, unit: Unit, source: torch.Tensor, stream: Stream) -> None:
         for event in (slot.drained, unit.written_back):
-            self._wait(stream, event)
-        with self._on(stream):
+            stream.wait(event)
+        with stream.issuing():
             slot.take(unit)
             self._copy_up(slot, source, stream)
-        self._record(slot.filled, stream)
+        stream.record(slot.filled)
         slot.uploaded()
 
-    def _copy_up(self, slot: Slot, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+    def _copy_up(self, slot: Slot, source: torch.Tensor, stream: Stream) -> None:
         """Copies `source` to the slot: chunk by chunk behind a download that may be under way, else in one copy."""
-        chunks = list(slot.chunks(source.numel())) if slot.is_saving else [(slice(source.numel()), None)]
+        chunks = list(slot.chunks(source.numel())) if slot.is_saving else [(slice(source.numel()), DONE)]
         for chunk, saved in chunks:
-            self._wait(stream, saved)
-            upload_(slot.buffer[chunk], source[chunk], slot.filled)
+            stream.wait(saved)
+            upload_(slot.buffer[chunk], source[chunk], slot.filled, stream=stream)
         slot.is_saving &= len(chunks) < len(slot.saved)  # the last chunks of a larger unit are not awaited yet
 
     def _download(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
         if self._before_overwrite is not None:
             self._before_overwrite(unit, weights=slot is not None, low=low is not None)
-        with self._on(self._down):
+        with self.streams.download.issuing():
             for used, target in ((slot, unit.store_buffer), (low, unit.low_buffer)):
                 if used is None or target is None:
                     continue
-                self._wait(self._down, used.drained)
+                self.streams.download.wait(used.drained)
                 for chunk, saved in used.chunks(target.numel()):
                     target[chunk].copy_(used.buffer[chunk], non_blocking=True)
-                    self._record(saved, self._down)
+                    self.streams.download.record(saved)
                 used.is_saving = True
                 self.bytes_down += target.numel()
-        unit.sent_back(unit.version if slot is None else slot.version, stream=self._down)
-
-    @property
-    def _compute(self) -> torch.cuda.Stream | None:
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-
-    @property
-    def _up(self) -> torch.cuda.Stream | None:
-        return self._own_up if self._overlap else self._compute
-
-    @property
-    def _up_low(self) -> torch.cuda.Stream | None:
-        return self._own_up_low if self._overlap else self._compute
-
-    @property
-    def _down(self) -> torch.cuda.Stream | None:
-        return self._own_down if self._overlap else self._compute
-
-    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
-        return nullcontext() if stream is None else torch.cuda.stream(stream)
-
-    @staticmethod
-    def _wait(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:
-        if stream is not None and event is not None:
-            stream.wait_event(event)
-
-    @staticmethod
-    def _record(event: torch.cuda.Event | None, stream: torch.cuda.Stream | None) -> None:
-        if event is not None and stream is not None:
-            event.record(stream)
+        unit.folded(unit.version if slot is None else slot.version, stream=self.streams.download)

@@ -19,6 +19,7 @@ import torch
 from ds_zo.streaming.node import explain_lost_rank
 from ds_zo.streaming.runtime import Runtime, Slot
 from ds_zo.streaming.shared_store import RanksStore
+from ds_zo.streaming.streams import Stream, Streams
 from ds_zo.streaming.units import Unit
 
 
@@ -29,8 +30,8 @@ class ShardedRuntime(Runtime):
     ([Note: device shards]), every upload is a gather, and slots must hold the same units on all ranks.
     """
 
-    def __init__(self, units: Sequence[Unit], device: torch.device, *, store: RanksStore, **settings: Any) -> None:
-        super().__init__(units, device, padded=store.partition.padded_nbytes, **settings)
+    def __init__(self, units: Sequence[Unit], streams: Streams, *, store: RanksStore, **settings: Any) -> None:
+        super().__init__(units, streams, padded=store.partition.padded_nbytes, **settings)
         self._store = store
         self._partition = store.partition
         self._is_collective = False
@@ -45,10 +46,8 @@ class ShardedRuntime(Runtime):
         """Whether slots are known to hold what they must, whichever blocks each rank's forward has used."""
         self.bytes_wire = 0
         """Bytes that this rank has sent to other ranks."""
-        own = device.type == "cuda" and self._overlap
-        self._own_gathered = torch.cuda.Stream(device) if own else None
-        self._met = torch.cuda.Event() if device.type == "cuda" else None
-        store.node.streams += [s for s in (self._own_up, self._own_down, self._own_gathered) if s is not None]
+        self._met = streams.event()
+        self._low_upload = streams.upload  # `_meet` on it then follows this rank's reads of whole low planes
 
     def start(
         self,
@@ -74,7 +73,7 @@ class ShardedRuntime(Runtime):
         self._to_gather = deque(number for number in numbers if number not in gathered)
         if collective:
             self._ahead = set()
-            self._to_gather_ahead = deque(numbers[: len(self.slots)] if self._overlap else ())
+            self._to_gather_ahead = deque(numbers[: len(self.slots)] if self.streams.overlaps else ())
         self._meet(numbers)
         self._is_collective = True
         lows = [self.units[number] for number in numbers if number in gathered and self._gathers_low(number)]
@@ -136,7 +135,7 @@ class ShardedRuntime(Runtime):
         self._store.wait(self._number[id(unit)])
         return super()._upload_low(unit)
 
-    def _copy_up(self, slot: Slot, source: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
+    def _copy_up(self, slot: Slot, source: torch.Tensor, stream: Stream) -> None:
         self._wait_until_free(slot)
         assert slot.unit is not None
         self.bytes_wire += self._store.copy_up(slot.buffer, slot.unit, source)
@@ -179,19 +178,19 @@ class ShardedRuntime(Runtime):
 
     def _gather(self, unit: Unit, slot: Slot, stored: torch.Tensor, nbytes: int) -> None:
         for event in (slot.drained, unit.written_back):
-            self._wait(self._up, event)
+            self.streams.upload.wait(event)
         self._wait_until_free(slot)
         own = self._store.own(stored, nbytes)
         begin = self._partition.begin(nbytes)
-        with self._on(self._up):
+        with self.streams.upload.issuing():
             slot.take(unit)
             slot.buffer[begin : begin + own.numel()].copy_(own, non_blocking=True)
             with explain_lost_rank(self.device):
                 gathering = self._store.node.gather(slot.buffer[: self._partition.padded_nbytes(nbytes)])
-        with self._on(self._gathered), explain_lost_rank(self.device):
+        with self.streams.gathered.issuing(), explain_lost_rank(self.device):
             for work in gathering:
                 work.wait()
-        self._record(slot.filled, self._gathered)
+        self.streams.gathered.record(slot.filled)
         slot.uploaded()
         self.bytes_up += own.numel()
         self.bytes_wire += self._partition.shard_nbytes(nbytes) * (self._partition.size - 1)
@@ -201,54 +200,44 @@ class ShardedRuntime(Runtime):
         unit = slot.unit
         if unit is None or not slot.is_current or self._number[id(unit)] not in self._to_fold:
             return
-        self._wait(self._compute, slot.filled)
+        self.streams.compute.wait(slot.filled)
         self.fold_skipped(unit, slot)
         slot.invalidate()
 
     def _wait_until_free(self, slot: Slot) -> None:
         """Makes the upload stream wait for a download out of the slot, and for a gather into it that no kernel has
         waited for."""
-        self._wait(self._up, slot.filled)
+        self.streams.upload.wait(slot.filled)
         if slot.is_saving:
-            self._wait(self._up, slot.saved[0])
+            self.streams.upload.wait(slot.saved[0])
             slot.is_saving = False
 
     # Downloads
 
     def _download(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
         self._to_fold.discard(self._number[id(unit)])
-        with self._on(self._down):
+        with self.streams.download.issuing():
             for used, stored, nbytes in (
                 (slot, unit.store_buffer, unit.nbytes),
                 (low, unit.low_buffer, unit.low_nbytes),
             ):
                 if used is None or stored is None:
                     continue
-                self._wait(self._down, used.drained)
+                self.streams.download.wait(used.drained)
                 own = self._store.own(stored, nbytes)
                 begin = self._partition.begin(nbytes)
                 own.copy_(used.buffer[begin : begin + own.numel()], non_blocking=True)
-                self._record(used.saved[0], self._down)
+                self.streams.download.record(used.saved[0])
                 used.is_saving = True
                 self.bytes_down += own.numel()
             self._store.mark_written_back(self._number[id(unit)])
-        unit.sent_back(unit.version if slot is None else slot.version, stream=self._down)
+        unit.folded(unit.version if slot is None else slot.version, stream=self.streams.download)
 
     def _meet(self, order: Sequence[int]) -> None:
         """Orders every download of this pass after the start of the pass on all ranks: until a rank has started it,
         that rank may be reading whole blocks by itself."""
         self._slots_agree = self._store.reads_alone
-        with self._on(self._up):
+        with self.streams.upload.issuing():
             self._store.meet(order)
-        self._record(self._met, self._up)
-        self._wait(self._down, self._met)
-
-    @property
-    def _up_low(self) -> torch.cuda.Stream | None:
-        """The upload stream: `_meet` on it then follows this rank's reads of whole low planes."""
-        return self._up
-
-    @property
-    def _gathered(self) -> torch.cuda.Stream | None:
-        """The stream that waits for gathers, so that the next block's upload does not wait for them."""
-        return self._own_gathered if self._overlap else self._compute
+        self.streams.upload.record(self._met)
+        self.streams.download.wait(self._met)

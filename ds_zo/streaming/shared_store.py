@@ -12,6 +12,7 @@ from deepspeed.utils import logger
 
 from ds_zo.streaming.host_store import PAGE, HostStore
 from ds_zo.streaming.node import Node, SharedMemory, world_timeout
+from ds_zo.streaming.streams import Streams
 from ds_zo.streaming.units import Unit
 
 _POLL_S = 0.0005
@@ -78,11 +79,11 @@ class SharedStore(RanksStore):
 
     @classmethod
     def of_machine(
-        cls, sizes: Sequence[int], *, num_units: int, process_group: Any, device: torch.device, pin: bool
+        cls, sizes: Sequence[int], *, num_units: int, process_group: Any, streams: Streams, pin: bool
     ) -> SharedStore | None:
         """A store for buffers of `sizes` bytes. Returns None, on every rank of this machine, if the machine has one
         rank or its ranks cannot share memory. Collective."""
-        node = Node(process_group, device=device)
+        node = Node(process_group, streams=streams)
         if node.size == 1:
             return None
         memory = node.map_shared(_pages(8 * num_units * node.size) + sum(map(_pages, sizes)))
@@ -92,7 +93,7 @@ class SharedStore(RanksStore):
                 "one container (zero_optimization.stage)"
             )
             return None
-        return cls(node, memory, num_units=num_units, device=device, pin=pin)
+        return cls(node, memory, num_units=num_units, device=streams.device, pin=pin)
 
     def take(self, nbytes: int) -> torch.Tensor:
         if nbytes == 0:

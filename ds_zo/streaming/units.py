@@ -5,7 +5,7 @@ buffer, `store_buffer`: on the host if the unit is streamed, on the device if it
 plane for each pair of dtype and storage format. Every parameter starts at a multiple of `ALIGN` elements of its plane.
 
 `UnitState` tells what the parameters show. Only the unit itself changes its state and the version of its stored bytes,
-in the methods `bind`, `bind_stored`, `use_in_place`, `leave_in_place`, `folded`, `sent_back` and `rewritten`.
+in the methods `bind`, `bind_stored`, `use_in_place`, `leave_in_place`, `folded` and `rewritten`.
 
 With split masters ([Note: split masters] in `ops.formats`) a second buffer, `low_buffer`, holds the low plane: the bits
 of the float32 weights that the storage format drops. Only a fold, which applies pending updates to stored weights, and
@@ -25,6 +25,7 @@ from torch import nn
 from ds_zo import ops
 from ds_zo.ops import mxfp4, nf4
 from ds_zo.streaming.intercepted import intercept, stop_intercepting
+from ds_zo.streaming.streams import DONE, Event, Stream
 
 ALIGN = ops.SEGMENT_ALIGNMENT
 """In elements. A parameter starts 256-byte aligned for every dtype, and no scale group spans two parameters."""
@@ -227,7 +228,7 @@ class Unit:
         self.low_streamed = False
         """Whether `low_buffer` is on the host and is uploaded to a low slot for each use."""
         self._version = 0
-        self._written_back: torch.cuda.Event | None = None
+        self._written_back: Event = DONE
         self.is_sharded = False
         """Whether `store_buffer` holds only this rank's shard ([Note: device shards])."""
         self._stored_views: list[torch.Tensor] | None = None
@@ -277,24 +278,18 @@ class Unit:
         return self._version
 
     @property
-    def written_back(self) -> torch.cuda.Event | None:
-        """Recorded after the last change of `store_buffer` and `low_buffer` on a stream. None if there was none, or
-        without CUDA."""
+    def written_back(self) -> Event:
+        """Recorded after the last change of `store_buffer` and `low_buffer` on a stream."""
         return self._written_back
 
-    def folded(self, version: int, *, stream: torch.cuda.Stream | None = None) -> None:
-        """The stored bytes were updated in place and include `version` updates. `stream`: the stream that made the
-        change, if uploads are on another one."""
+    def folded(self, version: int, *, stream: Stream | None = None) -> None:
+        """The stored bytes include `version` updates, or will once the work of `stream` is done. `stream`: the stream
+        that makes the change, if uploads are on another one."""
         self._version = version
         if stream is not None:
-            self._written_back = self._written_back or torch.cuda.Event()
-            self._written_back.record(stream)
+            self._written_back = stream.recorded()
 
-    def sent_back(self, version: int, *, stream: torch.cuda.Stream | None) -> None:
-        """A download into the stored bytes was issued on `stream`. They will include `version` updates."""
-        self.folded(version, stream=stream)
-
-    def rewritten(self, version: int, *, stream: torch.cuda.Stream | None = None) -> None:
+    def rewritten(self, version: int, *, stream: Stream | None = None) -> None:
         """The stored bytes were replaced by other values, to which the updates from `version` on apply."""
         self.folded(version, stream=stream)
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ds_zo.streaming.runtime import Runtime
 from tests.helpers.adapter_runs import adapted, adapter_json, start, weights
 from tests.helpers.equivalence_runs import (
     Weights,
@@ -30,7 +29,7 @@ from tests.helpers.equivalence_runs import (
 )
 from tests.helpers.lomo_runs import config_for
 from tests.helpers.lsp_runs import CPU, lsp_json
-from tests.helpers.stream_delays import delay_streams, random_pause
+from tests.helpers.stream_delays import delayed, random_pause
 from tests.helpers.tiny_models import tiny_batch
 from tests.helpers.zoo import Wandering, plain_batch, seeded
 
@@ -135,20 +134,20 @@ BRIEFLY = ["ZO with low planes", "LOMO", "LSP", "adapter with inputs on the host
         *(pytest.param(name, 3, 16, id=f"{name}, a few steps") for name in BRIEFLY),
     ],
 )
-def test_random_delays_change_nothing(name: str, num_steps: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_delays_change_nothing(name: str, num_steps: int, width: int) -> None:
     expected = RUNS[name](False, num_steps, width)
-    delay_streams(monkeypatch, random_pause())
-    assert_same_weights(RUNS[name](True, num_steps, width), expected)
+    with delayed(random_pause()):
+        found = RUNS[name](True, num_steps, width)
+    assert_same_weights(found, expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BRIEFLY)
-def test_delays_show_a_missing_wait(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_delays_show_a_missing_wait(name: str) -> None:
     """Streams do not wait for uploads and downloads of blocks, which come later than a slow host launches a block. A
     recomputed block, or a repeated pass of ZO, that differs from the first one is a ValueError."""
     expected = RUNS[name](False, 10, WIDTH)
-    late = ("uploads", "low planes", "downloads")
-    delay_streams(monkeypatch, lambda what: torch.cuda._sleep(40_000_000) if what in late else None)
-    monkeypatch.setattr(Runtime, "_wait", staticmethod(lambda stream, event: None))
-    with pytest.raises((AssertionError, ValueError)):
+    late = ("upload", "low_upload", "download")
+    late_copies = delayed(lambda what: torch.cuda._sleep(40_000_000) if what in late else None, waits=False)
+    with late_copies, pytest.raises((AssertionError, ValueError)):
         assert_same_weights(RUNS[name](True, 10, WIDTH), expected)

@@ -3,7 +3,8 @@ by an event. Checked with clocks instead of streams, where a missing wait can't 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
+from ds_zo.backends.lsp import groups as lsp_groups
 from ds_zo.backends.lsp.scheduler import ServiceOrder
 from ds_zo.backends.lsp.transfers import Copy, CopyLane
 from ds_zo.backends.zo import block_store as zo_store
 from ds_zo.backends.zo.materialise import Materialiser
 from ds_zo.streaming import block_store
 from ds_zo.streaming.claims import Claims
+from ds_zo.streaming.streams import InlineStreams, made_by
 from ds_zo.streaming.units import Unit
 from tests.helpers.lomo_runs import assert_equal, start, streamed
 from tests.helpers.lsp_runs import current_weights, lsp_json
@@ -25,13 +28,13 @@ from tests.helpers.stream_clocks import (
     Buffer,
     Clock,
     ClockedAdam,
-    ClockedRuntime,
-    ClockedShardedRuntime,
+    ClockedStreams,
+    OneRankRuntime,
     Races,
-    Stream,
-    clock_groups,
+    buffers_of,
+    buffers_of_groups,
+    clocked,
     in_thread,
-    install,
 )
 from tests.helpers.zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
 
@@ -57,17 +60,24 @@ ZO: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    monkeypatch.setattr(block_store, "Runtime", ClockedRuntime)
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with clocked(monkeypatch):
+        yield
 
 
 @pytest.fixture
 def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks come as they do where ranks keep them together."""
-    monkeypatch.setattr(block_store, "Runtime", ClockedShardedRuntime)
+    monkeypatch.setattr(block_store, "Runtime", OneRankRuntime)
     buffers = zo_store.ZOBuffers
     monkeypatch.setattr(zo_store, "ZOBuffers", lambda **settings: buffers(**{**settings, "shared": True}))
+
+
+def buffers_in(engine: Any) -> Callable[[], Iterator[Buffer]]:
+    """Those of the engine's runtime, whichever backend it has."""
+    owner = getattr(engine.backend, "_streamed", engine.backend)
+    store = getattr(owner, "block_store", None) or owner._block_store
+    return lambda: buffers_of(store.runtime)
 
 
 class Wanders(Toy):
@@ -95,7 +105,7 @@ class Wide(nn.Module):
 def races_of_zo(case: str, orders: Sequence[Sequence[int]] = ((0, 1, 2),)) -> Races:
     model = Wanders().train()
     engine = engine_for(model, zo_json(**ZO[case]))
-    with Races() as races:
+    with Races(buffers_in(engine)) as races:
         for step, batch in enumerate(toy_batches(5)):
             model.order = orders[step % len(orders)]
             one_step(engine, batch)
@@ -110,6 +120,24 @@ def races_of_zo(case: str, orders: Sequence[Sequence[int]] = ((0, 1, 2),)) -> Ra
 @pytest.mark.parametrize("case", ZO)
 def test_zo_orders_what_touches_the_same_bytes(case: str) -> None:
     assert not races_of_zo(case).found
+
+
+@pytest.mark.parametrize(
+    ("case", "stream", "other"),
+    [
+        ("slots go round", "compute", "upload"),
+        ("slots go round", "upload", "compute"),
+        ("slots go round", "upload", "download"),
+        ("slots go round", "download", "compute"),
+        ("a slot a block", "compute", "download"),
+        ("low planes", "compute", "low_upload"),
+        ("low planes", "low_upload", "compute"),
+        ("low planes", "low_upload", "download"),
+    ],
+)
+def test_a_missing_wait_is_found(case: str, stream: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with clocked(monkeypatch, deaf=[(stream, other)]):
+        assert races_of_zo(case).found
 
 
 WILD = ((2, 0), (0, 1, 2), (1,), (0, 0, 2), (2, 1))
@@ -137,7 +165,7 @@ def test_zo_orders_blocks_that_come_out_of_turn(case: str) -> None:
 def test_zo_orders_what_visits_that_break_off_leave_under_way(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(Toy().train(), zo_json(**ZO[case]))
     apply = Materialiser._apply
-    with Races() as races:
+    with Races(buffers_in(engine)) as races:
         for step, batch in enumerate(toy_batches(8)):
             one_step(engine, batch)
             left = step % 3
@@ -170,7 +198,7 @@ def races_of_reads(case: str) -> Races:
         safe_get_full_fp32_param(read[engine.global_steps % 3])
 
     model.embed.register_forward_hook(look)
-    with Races() as races:
+    with Races(buffers_in(engine)) as races:
         for batch in toy_batches(6):
             one_step(engine, batch)
     assert races.num_writes
@@ -197,7 +225,7 @@ def test_zo_orders_blocks_of_different_sizes(dtype: torch.dtype) -> None:
             self.blocks = nn.ModuleList(Wide(width) for width in (64, 1, 2, 1, 64, 1, 48))
 
     engine = engine_for(Uneven().train(), zo_json(interval=3, bf16={"enabled": dtype is torch.bfloat16}))
-    with Races() as races:
+    with Races(buffers_in(engine)) as races:
         for batch in toy_batches(6):
             one_step(engine, batch)
     assert races.num_writes and not races.found
@@ -219,7 +247,7 @@ def test_gathers_find_slots_after_an_evaluation_that_breaks_off(interval: int, s
 
     model = Fails().train()
     engine = engine_for(model, zo_json(interval=interval, bf16={"enabled": True}))
-    with Races() as races:
+    with Races(buffers_in(engine)) as races:
         for step, batch in enumerate(toy_batches(6)):
             one_step(engine, batch)
             model.after = step % 3
@@ -240,7 +268,7 @@ def test_a_save_and_training_leave_each_others_bytes_alone(monkeypatch: pytest.M
         return take(self, nbytes)
 
     def buffers() -> Iterator[Buffer]:
-        yield from ClockedRuntime.made[-1].buffers()
+        yield from buffers_of(engine.backend.block_store.runtime)
         for buffer in kept:
             yield "a block that was swapped out", buffer, False
 
@@ -267,7 +295,7 @@ def test_a_save_and_training_leave_each_others_bytes_alone(monkeypatch: pytest.M
 def test_lomo_orders_what_touches_the_same_bytes(device_slots: int, clipping: float) -> None:
     model = Toy().train()
     engine = start(streamed(stream={"device_slots": device_slots}, clipping=clipping), model)
-    with Races() as races:
+    with Races(buffers_in(engine)) as races:
         for batch in toy_batches(3):
             one_step(engine, batch)
             with torch.no_grad():
@@ -299,21 +327,28 @@ AHEAD, LATE = False, True
 )
 def test_lsp_orders_what_touches_the_same_bytes(case: str, is_slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the weights are those of copies that are made at once."""
-    plain: Any = start(lsp_json(**LSP[case]), Toy().train())
+    with made_by(InlineStreams):
+        plain: Any = start(lsp_json(**LSP[case]), Toy().train())
     train_lsp(plain)
     expected = current_weights(plain)
     plain.destroy()
-    engine: Any = start(lsp_json(**LSP[case]), Toy().train())
+    engine: Any = start_with(ClockedAdam(monkeypatch, is_slow=is_slow), Toy().train(), monkeypatch, **LSP[case])
     backend = engine.backend
-    backend._groups.queue = adam = ClockedAdam(monkeypatch, is_slow=is_slow)
-    sources = [clock_groups(backend._groups, adam)]
+    sources = [partial(buffers_of_groups, backend._groups)]
     if backend._streamed is not None:
-        sources.append(backend._streamed.block_store.runtime.buffers)
+        sources.append(buffers_in(engine))
     with Races(*sources) as races:
         train_lsp(engine)
         backend.apply_pending_updates()  # Adam's clock stops with the test, and the collector would wait for it
     assert races.num_writes and not races.found
     assert_equal(current_weights(engine), expected)
+
+
+def start_with(adam: ClockedAdam, model: nn.Module, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:
+    """An engine of LSP whose updates run on `adam`."""
+    with monkeypatch.context() as patch:
+        patch.setattr(lsp_groups, "UpdateQueue", lambda **options: adam)
+        return start(lsp_json(**settings), model)
 
 
 def train_lsp(engine: Any) -> None:
@@ -336,10 +371,8 @@ def train_lsp(engine: Any) -> None:
 def test_directions_of_lsp_are_uploaded_while_the_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the embedding's gradient comes, directions of the blocks behind it are on their way to the device."""
     model = Toy().train()
-    engine: Any = start(lsp_json(), model)
+    engine: Any = start_with(ClockedAdam(monkeypatch, is_slow=False), model, monkeypatch)
     groups = engine.backend._groups
-    groups.queue = adam = ClockedAdam(monkeypatch, is_slow=False)
-    clock_groups(groups, adam)
     issued: list[list[str]] = []
 
     def note(grad: torch.Tensor) -> None:
@@ -358,8 +391,9 @@ def test_directions_of_lsp_are_uploaded_while_the_backward_goes_on(monkeypatch: 
 def test_copies_of_lsp_wait_their_turn(last_first: bool, order: str) -> None:
     """Two are under way at a time. Who is next is decided when one of them ends; one that is needed comes first."""
     service, issued = ServiceOrder(), []
-    lane = CopyLane(Stream(), service)  # type: ignore[arg-type]
-    copies = {name: Copy([], on_issue=lambda name=name: issued.append(name)) for name in "abcdef"}
+    streams = ClockedStreams(torch.device("cpu"))
+    lane = CopyLane(streams.download, service)
+    copies = {name: Copy([], streams=streams, on_issue=lambda name=name: issued.append(name)) for name in "abcdef"}
     for copy in copies.values():
         lane.put(copy)
     assert issued == ["a", "b"]

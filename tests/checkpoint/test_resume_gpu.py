@@ -22,10 +22,10 @@ from ds_zo.checkpoint import files
 from ds_zo.checkpoint.reader import open_folder
 from ds_zo.checkpoint.rebuild import replay
 from ds_zo.checkpoint.trajectory import FILE, read_trajectory
-from ds_zo.streaming.runtime import Runtime
 from tests.helpers.checkpoint_runs import assert_same_bits, planes
 from tests.helpers.equivalence_runs import one_step, zo_config, zo_engine
 from tests.helpers.first_order_runs import JSONS, check_held_snapshot, check_resumed_runs
+from tests.helpers.stream_delays import delayed
 from tests.helpers.zoo import Wandering, plain_batch, seeded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
@@ -52,24 +52,13 @@ def deterministic() -> Iterator[None]:
 
 
 @pytest.fixture
-def delays(monkeypatch: pytest.MonkeyPatch) -> None:
+def delays() -> Iterator[None]:
     """Downloads and computing are held up at random: a writer that does not wait reads old bytes, and a fold that does
     not mind the writer overwrites what it reads."""
-    send_back, arrive = Runtime._download, Runtime.acquire
     rng = random.Random(0)
-
-    def late(self: Runtime, *args: Any) -> None:
-        with self._on(self._down):
-            torch.cuda._sleep(rng.choice([0, 4_000_000, 20_000_000]))
-        send_back(self, *args)
-
-    def slow(self: Runtime, *args: Any) -> Any:
-        slot = arrive(self, *args)
-        torch.cuda._sleep(rng.choice([0, 0, 4_000_000]))
-        return slot
-
-    monkeypatch.setattr(Runtime, "_download", late)
-    monkeypatch.setattr(Runtime, "acquire", slow)
+    lengths = {"download": [0, 4_000_000, 20_000_000], "compute": [0, 0, 4_000_000]}
+    with delayed(lambda what: torch.cuda._sleep(rng.choice(lengths.get(what, [0])))):
+        yield
 
 
 def model() -> nn.Module:

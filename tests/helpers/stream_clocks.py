@@ -8,8 +8,9 @@ have clocks too, and learn from one another only where one hands something over.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -18,24 +19,26 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_zo import ops
-from ds_zo.backends.lsp import transfers as lsp_transfers
 from ds_zo.backends.lsp.groups import LSPGroups
 from ds_zo.backends.lsp.scheduler import Job, ServiceOrder
 from ds_zo.streaming.node import RankPartition
-from ds_zo.streaming.runtime import Runtime, Slot
+from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
+from ds_zo.streaming.streams import InlineStream, Stream, Streams, made_by
 from ds_zo.streaming.units import Unit
 
 _LOOKS_ONLY = ("view", "slice", "detach", "alias", "empty", "expand", "strided", "reshape", "transpose", "select")
 
 
-class Clock:
+class Clock(InlineStream):
     """A stream, or a thread of the host: what it has seen of each of them."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, ignores: Collection[str] = ()) -> None:
+        """`ignores`: streams whose events it does not wait for."""
         self.name = name
         self.seen: dict[str, int] = {}
+        self.ignores = ignores
 
     def tick(self) -> int:
         self.seen[self.name] = self.seen.get(self.name, 0) + 1
@@ -45,41 +48,81 @@ class Clock:
         for name, count in seen.items():
             self.seen[name] = max(self.seen.get(name, 0), count)
 
-    def wait_event(self, event: Event) -> None:
-        self.join(event.seen)
+    def wait(self, event: Any) -> None:
+        event.wait(self)
 
-    def wait_stream(self, other: Clock) -> None:
-        self.join(other.seen)
+    def wait_stream(self, other: Stream) -> None:
+        self.wait(other.recorded())
+
+    def record(self, event: Any) -> None:
+        event.record(self)
+
+    def recorded(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+    def issuing(self) -> AbstractContextManager[None]:
+        return _pushed(_streams, self)
+
+    def synchronize(self) -> None:
+        self.recorded().synchronize()
 
 
-class Stream(Clock):
-    """As torch makes them."""
+class _Current(InlineStream):
+    """The stream on top of those that contexts have made current."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(f"stream {next(_numbers)}")
+    def wait(self, event: Any) -> None:
+        _streams[-1].wait(event)
+
+    def record(self, event: Any) -> None:
+        _streams[-1].record(event)
+
+    def recorded(self) -> Event:
+        return _streams[-1].recorded()
+
+
+class ClockedStreams(Streams):
+    """Streams on which everything runs at once, in the order of issue."""
+
+    def __init__(self, device: torch.device, *, overlap: bool = True, deaf: Collection[tuple[str, str]] = ()) -> None:
+        """`deaf`: pairs of streams of which the first does not wait for events of the second."""
+        self._deaf = deaf
+        COMPUTE.ignores = self._ignored_by("compute")
+        super().__init__(device, current=_Current(), overlap=overlap)
+
+    def _ignored_by(self, name: str) -> set[str]:
+        return {other for first, other in self._deaf if first == name}
+
+    def another(self, name: str) -> Clock:
+        return Clock(name, ignores=self._ignored_by(name))
+
+    def event(self, *, timing: bool = False) -> Event:
+        return Event()
 
 
 HOST, COMPUTE = Clock("host"), Clock("compute")
 _threads = [HOST]
 _streams = [COMPUTE]
-_numbers = itertools.count()
 
 
 class Event:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self) -> None:
         self.seen: dict[str, int] = {}
+        self.recorded_on = ""
         self._has_ended = False
         """The host has waited for it. No other event is known to have ended."""
 
-    def record(self, stream: Clock | None = None) -> None:
+    def record(self, stream: Clock) -> None:
         self._has_ended = False
-        self.seen = dict((stream or _streams[-1]).seen)
-        self._know_more(_threads[-1].seen)
-
-    def _know_more(self, seen: dict[str, int]) -> None:
-        """What is issued starts after what the thread that issues it has waited for."""
-        for name, count in seen.items():
+        self.recorded_on = stream.name
+        self.seen = dict(stream.seen)
+        for name, count in _threads[-1].seen.items():  # work starts after what the thread that issues it has waited for
             self.seen[name] = max(self.seen.get(name, 0), count)
+
+    def wait(self, stream: Clock) -> None:
+        if self.recorded_on not in stream.ignores:
+            stream.join(self.seen)
 
     def synchronize(self) -> None:
         _threads[-1].join(self.seen)
@@ -108,15 +151,12 @@ def in_thread(clock: Clock) -> Iterator[None]:
         yield
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: _pushed(_streams, stream))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: _streams[-1])
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: None)
-    monkeypatch.setattr(ops, "replay_perturb", _noted(ops.replay_perturb))
-    make: Any = lsp_transfers.UploadBuffer
-    monkeypatch.setattr(lsp_transfers, "UploadBuffer", lambda buffer: make(buffer, filled=Event(), drained=Event()))
+@contextmanager
+def clocked(monkeypatch: pytest.MonkeyPatch, *, deaf: Collection[tuple[str, str]] = ()) -> Iterator[None]:
+    """Inside, engines are made with `ClockedStreams`."""
+    with made_by(partial(ClockedStreams, deaf=deaf)), monkeypatch.context() as patch:
+        patch.setattr(ops, "replay_perturb", _noted(ops.replay_perturb))
+        yield
 
 
 def _noted(kernel: Callable[..., None]) -> Callable[..., None]:
@@ -134,38 +174,17 @@ def _noted(kernel: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-class ClockedRuntime(Runtime):
-    """The runtime as it is on CUDA, on clocks."""
-
-    made: ClassVar[list[ClockedRuntime]] = []
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        if self._overlap:
-            self._own_up, self._own_down = Clock("up"), Clock("down")  # type: ignore[assignment]
-            self._own_up_low = Clock("up, low planes")  # type: ignore[assignment]
-        for slot in (*self.slots, *self.low_slots):
-            slot.filled, slot.drained = Event(), Event()  # type: ignore[assignment]
-            slot.saved = [Event() for _ in slot.saved]  # type: ignore[misc]
-        self.made.append(self)
-
-    @property
-    def _compute(self) -> Any:
-        return COMPUTE
-
-    def _on(self, stream: Any) -> AbstractContextManager[object]:
-        return nullcontext() if stream is None else _pushed(_streams, stream)
-
-    def buffers(self) -> Iterator[Buffer]:
-        for unit in self.units:
-            if unit.streamed:
-                yield unit.name, unit.store_buffer, False
-            if unit.low_streamed and unit.low_buffer is not None:
-                yield f"low plane of {unit.name}", unit.low_buffer, False
-        for i, slot in enumerate(self.slots):
-            yield f"slot {i}", slot.buffer, True
-        for slot in self.low_slots:
-            yield "low slot", slot.buffer, True
+def buffers_of(runtime: Runtime) -> Iterator[Buffer]:
+    """What the streams of a runtime copy."""
+    for unit in runtime.units:
+        if unit.streamed:
+            yield unit.name, unit.store_buffer, False
+        if unit.low_streamed and unit.low_buffer is not None:
+            yield f"low plane of {unit.name}", unit.low_buffer, False
+    for i, slot in enumerate(runtime.slots):
+        yield f"slot {i}", slot.buffer, True
+    for slot in runtime.low_slots:
+        yield "low slot", slot.buffer, True
 
 
 class _Gathering:
@@ -175,13 +194,12 @@ class _Gathering:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self._stream.wait_stream(_streams[-1])
-        with _pushed(_streams, self._stream):
+        with self._stream.issuing():
             buffer.add_(0)
-        self._done = Event()
-        self._done.record(self._stream)
+        self._done = self._stream.recorded()
 
     def wait(self) -> None:
-        _streams[-1].wait_event(self._done)
+        _streams[-1].wait(self._done)
 
 
 class _OneRank(SharedStore):
@@ -189,10 +207,8 @@ class _OneRank(SharedStore):
 
     def __init__(self) -> None:
         self.partition = RankPartition(0, 1)
-        self.node: Any = SimpleNamespace(
-            streams=[], stream_barrier=lambda: None, gather=lambda buffer: [_Gathering(buffer)]
-        )
-        self._pinned = {}
+        self.node: Any = SimpleNamespace(stream_barrier=lambda: None, gather=lambda buffer: [_Gathering(buffer)])
+        self.in_pass = False
 
     def mark_written_back(self, number: int) -> None:
         pass
@@ -200,17 +216,27 @@ class _OneRank(SharedStore):
     def wait(self, number: int) -> None:
         pass
 
+    def copy_up(self, target: torch.Tensor, unit: Unit, stored: torch.Tensor) -> int:
+        alone = self.in_pass and stored is unit.low_buffer
+        assert not alone, "other ranks may be writing it back: it is gathered with them"
+        target[: stored.numel()].copy_(stored)
+        return 0
 
-class ClockedShardedRuntime(ClockedRuntime, ShardedRuntime):
+
+class OneRankRuntime(ShardedRuntime):
+    """Gathers from one rank alone."""
+
     def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, store=_OneRank(), **settings)
-        if self._overlap:
-            self._own_gathered = Clock("gathered")  # type: ignore[assignment]
-        self._met = Event()  # type: ignore[assignment]
+        self._one = _OneRank()
+        super().__init__(*args, store=self._one, **settings)
 
-    def _upload_low(self, unit: Unit) -> Slot:
-        assert not self._is_collective, "other ranks may be writing it back: it is gathered with them"
-        return super()._upload_low(unit)
+    def start(self, order: Sequence[Unit], *, collective: bool | None = None, **options: Any) -> None:
+        super().start(order, collective=collective, **options)
+        self._one.in_pass = collective is not None
+
+    def finish(self) -> None:
+        super().finish()
+        self._one.in_pass = False
 
 
 class ClockedAdam:
@@ -261,28 +287,18 @@ class ClockedAdam:
 _kept: list[Any] = []
 
 
-def clock_groups(groups: LSPGroups, adam: ClockedAdam) -> Callable[[], Iterator[Buffer]]:
-    """Makes LSP's groups copy through streams, as on CUDA. Returns the buffers that they use."""
-    groups.streams = streams = groups.make_streams()
+def buffers_of_groups(groups: LSPGroups) -> Iterator[Buffer]:
+    """What LSP's groups copy, and what Adam reads and writes."""
+    for upload_buffer in groups.transfers.upload_buffers:
+        yield "upload buffer", upload_buffer.buffer, True
     for group in groups.on_host:
-        group.streams, group._queue = streams, adam  # type: ignore[assignment]
-
-    def buffers() -> Iterator[Buffer]:
-        for upload_buffer in streams._upload_buffers:
-            yield "upload buffer", upload_buffer.buffer, True
-        for group in groups.on_host:
-            yield f"sums and directions of {group.name}", group.device_memory.view(torch.uint8), True
-            on_host = {
-                "gradients": group.adam.gradients,
-                "directions": group.adam.directions,
-                "norms": group.adam.whole_norms,
-            }
-            for what, buffer in on_host.items():
-                yield f"{what} of {group.name}", buffer, False
-            for moments in group.moments:
-                yield f"moments of {group.name}", moments.mean, False
-
-    return buffers
+        assert group.adam is not None
+        yield f"sums and directions of {group.name}", group.device_memory.view(torch.uint8), True
+        yield f"gradients of {group.name}", group.adam.gradients, False
+        yield f"directions of {group.name}", group.adam.directions, False
+        yield f"norms of {group.name}", group.adam.whole_norms, False
+        for moments in group.moments:
+            yield f"moments of {group.name}", moments.mean, False
 
 
 Buffer = tuple[str, torch.Tensor, bool]
@@ -298,7 +314,7 @@ class Races(TorchDispatchMode):
         super().__init__()
         self.found: set[str] = set()
         self.num_writes = 0
-        self._sources = buffers or (lambda: ClockedRuntime.made[-1].buffers(),)
+        self._sources = buffers
         self._accesses: dict[int, list[tuple[int, int, bool, str, int]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

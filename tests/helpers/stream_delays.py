@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 
-from ds_zo.backends.adapter.activations import KeptInput
 from ds_zo.backends.lsp.host_adam import HostAdam
-from ds_zo.backends.lsp.transfers import Copy, TransferStreams
-from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.streams import CudaStreams, Event, InlineStreams, Stream, Streams, made_by
 
 Pause = Callable[[str], None]
 """Delays the current stream, or the calling thread. It is told what the stream or thread does."""
@@ -33,57 +33,60 @@ def random_pause(seed: int = 0) -> Pause:
     return pause
 
 
-def delay_streams(monkeypatch: pytest.MonkeyPatch, pause: Pause) -> None:
-    """Calls `pause` on the stream of each copy of weights, directions and inputs before the copy, on the compute stream
-    after each wait for a block, and in the thread of Adam before each update."""
-    upload, upload_low, download = Runtime._upload, Runtime._upload_low, Runtime._download
-    acquire, issue, upload_directions = Runtime.acquire, Copy.issue, TransferStreams.upload
-    copy_input, update = KeptInput._copy, HostAdam.update
+class DelayedStream:
+    """Pauses before what is copied on it, or after what it waits for."""
 
-    def slow_upload(self: Runtime, *args: Any) -> None:
-        with self._on(self._up):
-            pause("uploads")
-        upload(self, *args)
+    def __init__(self, inner: Stream, name: str, pause: Pause, *, waits: bool) -> None:
+        self.inner, self._name, self._pause, self._waits = inner, name, pause, waits
 
-    def slow_upload_low(self: Runtime, *args: Any) -> Any:
-        with self._on(self._up_low):
-            pause("low planes")
-        return upload_low(self, *args)
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self.inner, method)
 
-    def slow_download(self: Runtime, *args: Any) -> None:
-        with self._on(self._down):
-            pause("downloads")
-        download(self, *args)
+    def wait(self, event: Event) -> None:
+        if self._waits:
+            self.inner.wait(event)
+        if self._name == "compute":
+            self._pause("compute")
 
-    def slow_acquire(self: Runtime, *args: Any) -> Any:
-        slot = acquire(self, *args)
-        pause("compute")
-        return slot
+    def wait_stream(self, other: Any) -> None:
+        if self._waits:
+            self.inner.wait_stream(other.inner)
 
-    def slow_issue(self: Copy, stream: torch.cuda.Stream) -> None:
-        with torch.cuda.stream(stream):
-            pause("directions")
-        issue(self, stream)
+    @contextmanager
+    def issuing(self) -> Iterator[None]:
+        with self.inner.issuing():
+            if self._name != "compute":
+                self._pause(self._name)
+            yield
 
-    def slow_upload_directions(self: TransferStreams, *args: Any) -> Any:
-        with torch.cuda.stream(self.up.stream):
-            pause("directions")
-        return upload_directions(self, *args)
 
-    def slow_copy_input(self: KeptInput, *args: Any) -> None:
-        with self._owner.on_side_stream():
-            pause("inputs")
-        copy_input(self, *args)
+class DelayedStreams(Streams):
+    """The device's streams, with a pause before the copies of each and after each wait of the compute stream."""
+
+    def __init__(self, device: torch.device, *, overlap: bool, pause: Pause, waits: bool) -> None:
+        self._inner = (CudaStreams if device.type == "cuda" else InlineStreams)(device, overlap=overlap)
+        self._delayed: Any = partial(DelayedStream, pause=pause, waits=waits)
+        super().__init__(device, current=self._delayed(self._inner.compute, "compute"), overlap=overlap)
+
+    def another(self, name: str) -> Any:
+        return self._delayed(self._inner.another(name), name)
+
+    def event(self, *, timing: bool = False) -> Event:
+        return self._inner.event(timing=timing)
+
+    def upload_event(self) -> Event:
+        return self._inner.upload_event()
+
+
+@contextmanager
+def delayed(pause: Pause, *, waits: bool = True) -> Iterator[None]:
+    """Context whose engines have `DelayedStreams`, and whose thread of Adam pauses before each update. `waits` False:
+    no stream waits for anything."""
+    update = HostAdam.update
 
     def slow_update(self: HostAdam, *args: Any, **options: Any) -> torch.Tensor:
         pause("Adam")
         return update(self, *args, **options)
 
-    monkeypatch.setattr(Runtime, "_upload", slow_upload)
-    monkeypatch.setattr(Runtime, "_upload_low", slow_upload_low)
-    monkeypatch.setattr(Runtime, "_download", slow_download)
-    monkeypatch.setattr(Runtime, "acquire", slow_acquire)
-    monkeypatch.setattr(Copy, "issue", slow_issue)
-    monkeypatch.setattr(TransferStreams, "upload", slow_upload_directions)
-    monkeypatch.setattr(KeptInput, "_copy", slow_copy_input)
-    monkeypatch.setattr(HostAdam, "update", slow_update)
+    with made_by(partial(DelayedStreams, pause=pause, waits=waits)), patch.object(HostAdam, "update", slow_update):
+        yield

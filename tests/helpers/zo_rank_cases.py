@@ -147,10 +147,11 @@ def from_folder(rank: int, folder: Path) -> dict[str, Any]:
 def machines(rank: int) -> dict[str, Any]:
     """Four ranks that believe to be on two machines."""
     from ds_zo.streaming import node
+    from ds_zo.streaming.streams import InlineStreams
 
     node._place = lambda: (str(rank // 2),)  # type: ignore[assignment]
     found = storages(rank, ["bf16 split"])
-    found["ranks of this machine"] = node.Node(None, device=torch.device("cpu")).ranks
+    found["ranks of this machine"] = node.Node(None, streams=InlineStreams(torch.device("cpu"))).ranks
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.pinned_ring import upload_
 from ds_zo.streaming.runtime import Slot
+from ds_zo.streaming.streams import CudaStreams
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 pytestmark = pytest.mark.gpu
@@ -52,18 +53,18 @@ def test_uploads_through_the_ring_have_the_right_bytes_while_kernels_read_the_sl
     assert store.pinned_nbytes == NBYTES and store._ring is not None
     for i, source in enumerate(sources):
         source.fill_(i + 1)
-    slots, up = [Slot(10 * NBYTES, CUDA) for _ in range(2)], torch.cuda.Stream()
+    streams = CudaStreams(CUDA)
+    slots = [Slot(10 * NBYTES, streams) for _ in range(2)]
     sums = []
     for i in range(12):
         slot = slots[i % 2]
-        assert slot.filled is not None and slot.drained is not None
-        up.wait_event(slot.drained)
-        with torch.cuda.stream(up):
-            upload_(slot.buffer, sources[i % 4], slot.filled)
-        slot.filled.record(up)
-        torch.cuda.current_stream().wait_event(slot.filled)
+        streams.upload.wait(slot.drained)
+        with streams.upload.issuing():
+            upload_(slot.buffer, sources[i % 4], slot.filled, stream=streams.upload)
+        streams.upload.record(slot.filled)
+        streams.compute.wait(slot.filled)
         sums.append(slot.buffer.sum())
-        slot.drained.record(torch.cuda.current_stream())
+        streams.compute.record(slot.drained)
     assert [int(s) for s in sums] == [10 * NBYTES * (i % 4 + 1) for i in range(12)]
     store.close()
 

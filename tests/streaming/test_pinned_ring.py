@@ -14,7 +14,6 @@ import torch
 
 from ds_zo.streaming import pinned_ring
 from ds_zo.streaming.pinned_ring import (
-    DeferredRecord,
     DeviceSide,
     PinnedRing,
     attach_ring,
@@ -23,6 +22,7 @@ from ds_zo.streaming.pinned_ring import (
     drop_ring,
     upload_,
 )
+from ds_zo.streaming.streams import DeferredRecord, InlineStream
 
 
 class LateEvent:
@@ -136,7 +136,7 @@ def test_bytes_arrive_whatever_the_sizes(seed: int, device: LateDevice, monkeypa
     events = [UploadEvent() for _ in sizes]
     for source, target, event in zip(sources, targets, events, strict=True):
         attach_ring(source, ring)
-        upload_(target, source, event)
+        upload_(target, source, event, stream=InlineStream())
         event.record(device)  # as a runtime does at once; the ring records it when the copies are issued
     for i in draw.sample(range(len(sizes)), len(sizes)):
         events[i].synchronize()
@@ -186,10 +186,10 @@ def test_memory_without_a_ring_is_copied_at_once(device: LateDevice) -> None:
     source, target, event = random_bytes(20, 0), torch.zeros(20, dtype=torch.uint8), UploadEvent()
     attach_ring(source, ring)
     detach_ring(source)
-    upload_(target, source, event)
+    upload_(target, source, event, stream=InlineStream())
     assert event.upload is None
     assert torch.equal(target, source)
-    upload_(target, random_bytes(20, 1), None)
+    upload_(target, random_bytes(20, 1), None, stream=InlineStream())
     assert torch.equal(target, random_bytes(20, 1))
     ring.close()
 

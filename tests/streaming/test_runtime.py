@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Container
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_zo.streaming.runtime import Runtime, Slot
+from ds_zo.streaming.streams import InlineStreams
 from ds_zo.streaming.units import Unit
 from tests.helpers.made_units import make_units
 
@@ -20,8 +23,9 @@ def units_of(num_units: int, *, streamed: Container[int] = range(9)) -> list[Uni
     return make_units([300 + 100 * i for i in range(num_units)], streamed=streamed)[0]
 
 
-def make_runtime(units: list[Unit], *, num_slots: int = 2, num_low_slots: int = 1, **options: bool) -> Runtime:
-    return Runtime(units, CPU, num_slots=num_slots, num_low_slots=num_low_slots, **options)
+def make_runtime(units: list[Unit], *, num_slots: int = 2, num_low_slots: int = 1, overlap: bool = True) -> Runtime:
+    streams = InlineStreams(CPU, overlap=overlap)
+    return Runtime(units, streams, num_slots=num_slots, num_low_slots=num_low_slots)
 
 
 def assert_holds(slot: Slot, unit: Unit) -> None:
@@ -148,29 +152,32 @@ def test_a_pass_that_breaks_off_leaves_a_runtime_that_works() -> None:
 def test_an_upload_that_breaks_off_is_made_again(num_whole: int, overlap: bool, in_pass: bool) -> None:
     """Ctrl-C, in the middle of the copies that bring a block."""
 
-    class BreaksOff(Runtime):
+    class BreaksOff(TorchDispatchMode):
         num_left = num_whole
 
-        def _copy_up(self, slot: Slot, home: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
-            if self.num_left == 0:
-                slot.buffer[:64].copy_(home[:64])
-                self.num_left = -1
-                raise KeyboardInterrupt
-            self.num_left -= 1
-            super()._copy_up(slot, home, stream)
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default and args[1].data_ptr() in stored:
+                self.num_left -= 1
+                if self.num_left == -1:
+                    func(args[0][:64], args[1][:64])
+                    raise KeyboardInterrupt
+            return func(*args, **(kwargs or {}))
 
     units = units_of(6)
-    runtime = BreaksOff(units, CPU, num_slots=3, num_low_slots=0, overlap=overlap)
+    runtime = make_runtime(units, num_slots=3, num_low_slots=0, overlap=overlap)
+    stored = [unit.store_buffer.data_ptr() for unit in units]
     for slot in runtime.slots:
         slot.buffer.fill_(255)
+    copies = BreaksOff()
     for number in range(3):
         try:
-            if in_pass:
-                runtime.start(units, downloads=units)
-            for unit in units:
-                visit(runtime, unit, update=in_pass, download=in_pass)
+            with copies:
+                if in_pass:
+                    runtime.start(units, downloads=units)
+                for unit in units:
+                    visit(runtime, unit, update=in_pass, download=in_pass)
         except KeyboardInterrupt:
             assert number == 0
         if in_pass:
             runtime.finish()
-    assert runtime.num_left < 0
+    assert copies.num_left < 0

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from contextlib import contextmanager
 
 import torch
 
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.streams import DONE, Event, Streams
 
 
 class HostInputs:
     """Copies the inputs of blocks to host buffers, and back in the backward pass. See [Note: inputs on the host]."""
 
-    def __init__(self, device: torch.device, *, pin: bool) -> None:
-        self.device = device
-        self._store = HostStore(device, pin=pin, ring=False)  # inputs are not uploaded by `pinned_ring.upload_`
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        """The side stream of all copies; None without CUDA."""
+    def __init__(self, streams: Streams, *, pin: bool) -> None:
+        self.streams, self.device = streams, streams.device
+        self._store = HostStore(self.device, pin=pin, ring=False)  # inputs are not uploaded by `pinned_ring.upload_`
+        self.stream = streams.another("inputs")
+        """The side stream of all copies."""
         self._free: list[torch.Tensor] = []
         """Buffers that hold no input."""
         self._kept: weakref.WeakValueDictionary[int, KeptInput] = weakref.WeakValueDictionary()
@@ -65,8 +65,7 @@ class HostInputs:
         if fitting is not None:
             return self._free.pop(fitting)
         if by_size:
-            if self.stream is not None:
-                self.stream.synchronize()  # the buffer's last upload may be under way
+            self.stream.synchronize()  # the buffer's last upload may be under way
             self._store.free(self._free.pop(by_size[0]))
         return self._store.take(nbytes)
 
@@ -81,19 +80,11 @@ class HostInputs:
             before.upload()
         return found
 
-    def on_side_stream(self) -> AbstractContextManager[Any]:
-        """Context of a copy, which comes after the work that was issued to the compute stream so far."""
-        if self.stream is None:
-            return nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        return torch.cuda.stream(self.stream)
-
     def take_back(self, buffer: torch.Tensor) -> None:
         self._free.append(buffer)
 
     def close(self) -> None:
-        if self.stream is not None:
-            self.stream.synchronize()
+        self.stream.synchronize()
         self._store.close()
 
 
@@ -105,7 +96,7 @@ class KeptInput:
         self._owner = owner
         self._shape, self._dtype, self._nbytes = tensor.shape, tensor.dtype, tensor.nbytes
         self._host = buffer
-        self._copied = None if owner.stream is None else torch.cuda.Event()
+        self._copied: Event = DONE
         """Recorded after the last copy of this input, to the host or back."""
         self._device: torch.Tensor | None = tensor
         """The input on the device; None while only the host has it."""
@@ -120,10 +111,12 @@ class KeptInput:
         return self._host[: self._nbytes].view(self._dtype).view(self._shape)
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        with self._owner.on_side_stream(), torch.no_grad():
+        """Comes after the work that was issued to the compute stream so far."""
+        side = self._owner.stream
+        side.wait_stream(self._owner.streams.compute)
+        with side.issuing(), torch.no_grad():
             target.copy_(source, non_blocking=True)
-            if self._copied is not None:
-                self._copied.record()
+        self._copied = side.recorded()
 
     def upload(self) -> torch.Tensor:
         """The input on the device, perhaps before its copy has ended."""
@@ -134,8 +127,7 @@ class KeptInput:
 
     def wait(self) -> None:
         """Makes the compute stream wait for the last copy."""
-        if self._copied is not None:
-            torch.cuda.current_stream(self._owner.device).wait_event(self._copied)
+        self._owner.streams.compute.wait(self._copied)
 
     def release_device(self) -> None:
         """Drops the input on the device. Memory that is freed then is used again on the compute stream."""

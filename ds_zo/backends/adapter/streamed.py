@@ -65,7 +65,7 @@ class FrozenBlockStore(RecomputedBlockStore):
         """The stored tensors of the unit that is materialised, on the device, if it is decoded by matrix."""
         self._scratch = torch.empty(placement.scratch_nbytes, dtype=torch.uint8, device=device)
         self.host_inputs = (
-            HostInputs(device, pin=config.pin_memory) if config.section.stream.offload_activations else None
+            HostInputs(self.streams, pin=config.pin_memory) if config.section.stream.offload_activations else None
         )
 
     @contextmanager

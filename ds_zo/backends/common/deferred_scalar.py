@@ -6,6 +6,8 @@ from functools import cache
 
 import torch
 
+from ds_zo.streaming.streams import DONE, CudaStream, Event
+
 
 class DeferredScalar:
     """A device scalar that is being copied to the host. `get` waits for this copy, not for kernels that were launched
@@ -14,31 +16,29 @@ class DeferredScalar:
 
     def __init__(self, value: torch.Tensor) -> None:
         value = value.detach()
-        self._copied: torch.cuda.Event | None = None
+        self._copied: Event = DONE
         if value.is_cuda:
             copy_stream = _copy_stream(value.device)
-            copy_stream.wait_stream(torch.cuda.current_stream(value.device))
+            copy_stream.wait_stream(CudaStream(value.device, is_current=True))
             self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
-            with torch.cuda.stream(copy_stream):
+            with copy_stream.issuing():
                 self._value.copy_(value, non_blocking=True)
-                self._copied = torch.cuda.Event()
-                self._copied.record()
-            value.record_stream(copy_stream)
+            self._copied = copy_stream.recorded()
+            copy_stream.uses(value)
         else:
             self._value = value.clone()
 
     def has_arrived(self) -> bool:
         """Whether `get` returns without waiting."""
-        return self._copied is None or self._copied.query()
+        return self._copied.query()
 
     def get(self) -> float:
         """Waits for the copy and returns the number."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        self._copied.synchronize()
         return self._value.item()
 
 
 @cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+def _copy_stream(device: torch.device) -> CudaStream:
     """The stream for copies of scalars, one per device."""
-    return torch.cuda.Stream(device)
+    return CudaStream(device)

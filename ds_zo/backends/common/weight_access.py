@@ -16,6 +16,7 @@ from ds_zo.checkpoint.recorder import TrajectoryRecorder
 from ds_zo.checkpoint.snapshot import Snapshot, host_copy, module_files, without_aliases
 from ds_zo.checkpoint.stock import Weights, check_forms, check_weights
 from ds_zo.config import Resolved
+from ds_zo.streaming.streams import current_stream
 
 
 class WeightAccess:
@@ -114,8 +115,7 @@ class WeightAccess:
         frozen = {name for name, p in self.module.named_parameters() if omit_frozen and not p.requires_grad}
         tensors = {name: value for name, value in tensors.items() if name not in frozen}
         own = self.state_dict()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # the writer's threads read on other streams
+        current_stream(self.device).synchronize()  # the writer's threads read on other streams
         state = {"state": host_copy(own) if hold else own, "aliases": aliases, "omitted": sorted(frozen)}
         return Snapshot(module_files(tensors, hold=hold and not self.stored_are_copies), lambda: state)
 

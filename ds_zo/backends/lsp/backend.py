@@ -60,6 +60,7 @@ from ds_zo.config import ConfigError, LSPParams, Resolved
 from ds_zo.logs import warn
 from ds_zo.optim.loss_scale import LossScaler
 from ds_zo.streaming.blocks import find_blocks
+from ds_zo.streaming.streams import streams_for
 from ds_zo.streaming.units import Unit
 
 _module_hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
@@ -85,11 +86,9 @@ class LSPBackend(Backend):
         assert isinstance(config.optimizer, LSPParams)
         self.settings = settings = config.optimizer
         world_size = dist.get_world_size(process_group) if dist.is_initialized() else 1
-        self.ranks = CollectiveThread(process_group, device=device) if world_size > 1 else None
         self._num_steps = 0
         self._states_of_other_ranks: dict[str, dict[str, Any]] = {}
         """States that other ranks own, by parameter name, gathered by the last `rank_state`. Empty after a step."""
-        self._calibration = Calibration(settings, ranks=self.ranks)
         self._scaler = LossScaler(config.loss_scale) if torch.float16 in (config.dtype, config.autocast) else None
         if self._scaler is None:
             _check_dtypes(module)
@@ -98,6 +97,9 @@ class LSPBackend(Backend):
         self._warn_of_ignored_settings()
         self._compiler = BlockCompiler() if config.section.compile_blocks else None
         self._streamed = self._make_streamed_blocks() if self.places_parameters(config) else None
+        streams = streams_for(device) if self._streamed is None else self._streamed.block_store.streams
+        self.ranks = CollectiveThread(process_group, streams=streams) if world_size > 1 else None
+        self._calibration = Calibration(settings, ranks=self.ranks)
         if self._compiler is not None and self._streamed is None:
             self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
         self._matrices = find_matrices(module, settings, device=device)
@@ -112,7 +114,7 @@ class LSPBackend(Backend):
         unit_of = {} if self._streamed is None else self._streamed.unit_of
         if self._streamed is not None:
             layers = split_streamed(layers, unit_of)
-        self._groups = LSPGroups(layers, settings, config=config, ranks=self.ranks, device=device, unit_of=unit_of)
+        self._groups = LSPGroups(layers, settings, config=config, ranks=self.ranks, streams=streams, unit_of=unit_of)
         is_layerwise = settings.schedule == "layerwise"
         self._pending = PendingUpdates(module, self._groups, layers, streamed=self._streamed, watches=is_layerwise)
         self._trained = ParameterRates(module, self._matrices, stochastic=config.section.rounding == "stochastic")
@@ -125,7 +127,6 @@ class LSPBackend(Backend):
             ranks=self.ranks,
             starts_early=is_layerwise and not self._groups.clips_globally and self._scaler is None,
             scales_loss=self._scaler is not None,
-            device=device,
         )
         self._pending.handles += self._passes.handles
         _module_hooks[module] = self._pending.handles

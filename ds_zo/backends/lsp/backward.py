@@ -41,15 +41,14 @@ class LSPBackwardPass:
         ranks: CollectiveThread | None,
         starts_early: bool,
         scales_loss: bool,
-        device: torch.device,
     ) -> None:
         """`starts_early`: host updates start inside the last backward pass of a step; otherwise all start in `step`.
         `scales_loss`: losses are multiplied by a loss scale before `run`."""
         self.starts_early, self._scales_loss = starts_early, scales_loss
         self.held_gradients = HeldGradients()
         self._groups, self._trained, self._calibration = groups, trained, calibration
-        self._streamed, self._ranks, self._device = streamed, ranks, device
-        self._timer = BackwardTimer(device)
+        self._streamed, self._ranks = streamed, ranks
+        self._timer = BackwardTimer(groups.transfers.streams)
         self._is_running = self._is_last = False
         """Whether `engine.backward` of this engine is running, and whether a step follows it. Both are False in a
         direct `loss.backward()` and in the backward pass of another engine's loss."""
@@ -215,7 +214,9 @@ class LSPBackwardPass:
         assert self._ranks is not None
         if not matrices:
             return
-        has_gradient = torch.tensor([float(m.parameter.grad is not None) for m in matrices], device=self._device)
+        has_gradient = torch.tensor(
+            [float(m.parameter.grad is not None) for m in matrices], device=self._groups.transfers.streams.device
+        )
         for matrix, share in zip(matrices, self._ranks.average(has_gradient).tolist(), strict=True):
             grad = matrix.parameter.grad
             mean = None

@@ -16,10 +16,11 @@ from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
 from ds_zo.backends.lsp.ranks import CollectiveThread
 from ds_zo.backends.lsp.scheduler import UpdateQueue
 from ds_zo.backends.lsp.shared_groups import SharedDeviceGroup, SharedHostGroup
-from ds_zo.backends.lsp.transfers import TransferStreams
+from ds_zo.backends.lsp.transfers import Transfers
 from ds_zo.config import LSPParams, Resolved
 from ds_zo.optim.subspace_adam import HostScratch, Moments, clip_coefs
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.streams import Streams
 from ds_zo.streaming.units import Unit
 
 _CORES_LEFT_TO_PYTHON = 2
@@ -57,11 +58,12 @@ class LSPGroups:
         *,
         config: Resolved,
         ranks: CollectiveThread | None,
-        device: torch.device,
+        streams: Streams,
         unit_of: Mapping[int, Unit],
     ) -> None:
         """Places each group by [Note: projected and whole parameters]. `unit_of`: the block of each streamed parameter,
         by the parameter's id."""
+        self._device = device = streams.device
         self.on_host: list[HostGroup] = []
         self.matrices = sorted((m for group in groups for m in group.matrices), key=lambda matrix: matrix.index)
         """All trained parameters, in the model's order."""
@@ -69,9 +71,8 @@ class LSPGroups:
         self.store = HostStore(device, pin=True, ring=False)
         numel = sum(math.prod(matrix.shape) for matrix in self.matrices)
         self.queue = UpdateQueue(num_threads=_num_threads(device, numel, shared=ranks is not None), device=device)
-        self.streams: TransferStreams | None = None
-        """None on a CPU, or without host groups."""
-        self._settings, self._config, self._ranks, self._device = settings, config, ranks, device
+        self.transfers = Transfers(streams, order=self.queue.order)
+        self._settings, self._config, self._ranks = settings, config, ranks
         self._scratch = HostScratch()
         on_device: list[list[MatrixState]] = []
         vectors: list[MatrixState] = []
@@ -92,14 +93,7 @@ class LSPGroups:
             for matrices in on_device
         ]
         self.device_adam = DeviceAdam(self.on_device, settings, **self._options)
-        if device.type == "cuda" and self.on_host:
-            self.streams = self.make_streams()
-            for host_group in self.on_host:
-                host_group.streams = self.streams
-
-    def make_streams(self) -> TransferStreams:
-        buffer_bytes = max(group.buffer_bytes for group in self.on_host)
-        return TransferStreams(self._device, order=self.queue.order, buffer_bytes=buffer_bytes)
+        self.transfers.make_buffers(max((group.buffer_bytes for group in self.on_host), default=0))
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -115,6 +109,7 @@ class LSPGroups:
 
     def _host_group(self, group: MatrixGroup, unit: Unit | None) -> HostGroup:
         options = {**self._options, "store": self.store, "queue": self.queue, "scratch": self._scratch, "unit": unit}
+        options["transfers"] = self.transfers
         if self._ranks is None:
             return HostGroup(group, self._settings, **options)
         owner = len(self.on_host) % self._ranks.size if self._config.zero_stage > 0 else None
@@ -179,8 +174,7 @@ class LSPGroups:
     def prefetch(self) -> None:
         """Uploads the pending updates that the forward pass needs first, while Adam has finished and buffers are
         free."""
-        if self.streams is not None:
-            self.streams.up.advance()
+        self.transfers.up.advance()
         for group in self.on_host:
             if group.phase is GroupPhase.UPDATE_PENDING and not group.prefetch():
                 return
@@ -194,8 +188,8 @@ class LSPGroups:
     def close(self) -> None:
         """Frees pinned host memory after the last copy. With several ranks it does not wait: copies of a rank whose
         peer has died never end."""
-        if self.streams is not None and self._ranks is None:
-            for lane in (self.streams.down, self.streams.up):
+        if self._ranks is None:
+            for lane in (self.transfers.down, self.transfers.up):
                 lane.stream.synchronize()
         self.store.close()
 
@@ -214,7 +208,7 @@ class LSPGroups:
         on_device = sum(matrix.subspace.num_bytes for matrix in self.matrices if matrix.subspace is not None)
         on_device += sum(matrix.total.nbytes for matrix in self.matrices if matrix.total is not None)
         on_device += sum(m.num_bytes for group in self.on_device for m in group.moments)
-        on_device += 0 if self.streams is None else self.streams.num_bytes
+        on_device += self.transfers.num_bytes
         on_host = self.store.nbytes + sum(m.num_bytes for group in self.on_host for m in group.moments)
         return {"device_bytes": on_device, "host_bytes": on_host}
 

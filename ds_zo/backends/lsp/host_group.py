@@ -26,7 +26,7 @@ from ds_zo.backends.lsp.host_adam import HostAdam
 from ds_zo.backends.lsp.matrices import MatrixGroup
 from ds_zo.backends.lsp.products import LaunchCache, Rate, apply_directions_
 from ds_zo.backends.lsp.scheduler import Job, UpdateQueue
-from ds_zo.backends.lsp.transfers import Copy, TransferStreams
+from ds_zo.backends.lsp.transfers import Copy, Transfers
 from ds_zo.config import LSPParams
 from ds_zo.optim.subspace_adam import HostScratch, Moments
 from ds_zo.streaming.host_store import HostStore
@@ -53,6 +53,7 @@ class HostGroup:
         device: torch.device,
         store: HostStore,
         queue: UpdateQueue,
+        transfers: Transfers,
         scratch: HostScratch,
         max_norm: float,
         unit: Unit | None,
@@ -68,8 +69,7 @@ class HostGroup:
         """Projected matrices come first: their sums are contiguous and are downloaded in one copy."""
         self.phase = GroupPhase.SUMMING
         self.job: Job | None = None
-        self.streams: TransferStreams | None = None
-        """None on a CPU: copies are synchronous."""
+        self._transfers, self._compute = transfers, transfers.streams.compute
         self._queue, self._device = queue, device
         self._active: list[int] = []
         """Indices, in `matrices`, of the parameters that have a gradient in this step."""
@@ -89,7 +89,7 @@ class HostGroup:
         self._uploads_early = uploads and layout.end - layout.whole_start <= 4 * layout.projected_numel
         """Directions are uploaded to `device_memory` as soon as Adam has finished."""
         self.buffer_bytes = layout.end if uploads and not self._uploads_early else 0
-        """Size of the buffer of `TransferStreams` that directions are uploaded to instead; 0: none."""
+        """Size of the buffer of `Transfers` that directions are uploaded to instead; 0: none."""
         self.device_memory = torch.zeros(layout.end // 4 if self._uploads_early else num_sums, device=device)
         self._sums_device = self.device_memory[:num_sums]
         self._upload: Copy | None = None
@@ -102,7 +102,7 @@ class HostGroup:
             options = {"store": store, "scratch": scratch, "max_norm": max_norm}
             self.adam = HostAdam(self.matrices, self._layout, settings, **options)  # type: ignore[arg-type]
         self.download: Copy | None = None
-        """The last download; None: nothing was downloaded, or the device is a CPU."""
+        """The last download; None before the first."""
 
     @property
     def moments(self) -> list[Moments]:
@@ -143,16 +143,10 @@ class HostGroup:
     def _download_and_queue(self, job: Job, whole: dict[int, torch.Tensor]) -> None:
         """`whole`: gradients of whole parameters by index."""
         pairs = self._gradient_pairs(whole)
-        if self.streams is None:
-            for target, source in pairs:
-                target.copy_(source)
-            self._queue.put(job)
-            return
-        summed = torch.cuda.Event()
-        summed.record(torch.cuda.current_stream(self._device))
-        self.download = Copy(pairs, after=summed, on_issue=partial(self._queue.put, job))
+        summed, streams = self._compute.recorded(), self._transfers.streams
+        self.download = Copy(pairs, streams=streams, after=summed, on_issue=partial(self._queue.put, job))
         job.ready = self.download.end
-        self.streams.down.put(self.download)
+        self._transfers.down.put(self.download)
 
     def _gradient_pairs(self, whole: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Targets and sources of the download."""
@@ -169,14 +163,14 @@ class HostGroup:
     def _update(self) -> torch.Tensor:
         """Runs in the Adam thread, at the end of the download. Returns the gradients' norms."""
         assert self.adam is not None
-        if self.streams is not None:
-            self.streams.down.advance()
+        self._transfers.down.advance()
         norms = self.adam.update(self._active, factor=self._factor)
-        if self.streams is not None and self._uploads_early:
+        if self._uploads_early:
             parts = [self._layout.flat, self._layout.whole]
             pairs = [(part(self.device_memory), part(self.adam.directions)) for part in parts]
-            self._upload = Copy([(target, source) for target, source in pairs if target.numel()])
-            self.streams.up.put(self._upload)
+            filled = [(target, source) for target, source in pairs if target.numel()]
+            self._upload = Copy(filled, streams=self._transfers.streams)
+            self._transfers.up.put(self._upload)
         return norms
 
     # Undoing: [Note: undone updates]
@@ -220,27 +214,27 @@ class HostGroup:
     # Upload and application
 
     def prefetch(self) -> bool:
-        """Starts the upload of a committed update to a buffer of `TransferStreams`. False: Adam has not finished, or no
+        """Starts the upload of a committed update to a buffer of `Transfers`. False: Adam has not finished, or no
         buffer is free."""
-        streams, job = self.streams, self.job
+        transfers, job = self._transfers, self.job
         assert self.phase is GroupPhase.UPDATE_PENDING and job is not None
         if not self.buffer_bytes:
             return True
-        if streams is None or not job.is_finished:
+        if not job.is_finished:
             return False
-        if streams.buffer_of(self) is None and self.adam is not None:
-            if not streams.has_free_buffer():
+        if transfers.buffer_of(self) is None and self.adam is not None:
+            if not transfers.has_free_buffer():
                 return False
-            streams.upload(self, self.adam.directions)
+            transfers.upload(self, self.adam.directions)
         return True
 
     def _wait_for_upload(self) -> bool:
         """Makes the current stream wait for the upload to `device_memory`. False: there is none."""
         upload, self._upload = self._upload, None
-        if upload is None or self.streams is None:
+        if upload is None:
             return False
-        self.streams.up.issue_now(upload)
-        torch.cuda.current_stream(self._device).wait_event(upload.end)
+        self._transfers.up.issue_now(upload)
+        self._compute.wait(upload.end)
         return True
 
     @torch.no_grad()
@@ -258,17 +252,17 @@ class HostGroup:
         source, upload_buffer = self.adam.directions, None
         if self._wait_for_upload():
             source = self.device_memory
-        elif self.streams is not None:
-            upload_buffer = self.streams.buffer_of(self)
+        else:
+            upload_buffer = self._transfers.buffer_of(self)
             if upload_buffer is None and job.is_finite:
-                upload_buffer = self.streams.upload(self, source)
+                upload_buffer = self._transfers.upload(self, source)
         if upload_buffer is not None:
-            torch.cuda.current_stream(self._device).wait_event(upload_buffer.filled)
+            self._compute.wait(upload_buffer.filled)
             source = upload_buffer.buffer
         if job.is_finite:
             self._apply({i: self._layout.view(i, source) for i in self._active})
         if upload_buffer is not None:
-            upload_buffer.drained.record(torch.cuda.current_stream(self._device))
+            self._compute.record(upload_buffer.drained)
             upload_buffer.owner = None
         self.phase = GroupPhase.SUMMING
 

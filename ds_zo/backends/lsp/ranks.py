@@ -19,28 +19,26 @@ import torch.distributed as dist
 
 from ds_zo.backends.lsp.matrices import MatrixState
 from ds_zo.streaming.node import explain_lost_rank, world_timeout
+from ds_zo.streaming.streams import DONE, Event, Stream, Streams
 
 
 class CollectiveCall:
     """Work that was submitted to the collective thread."""
 
-    def __init__(self, work: Callable[[], None], *, inputs_ready: torch.cuda.Event | None) -> None:
+    def __init__(self, work: Callable[[], None], *, streams: Streams) -> None:
         self._work = work
-        self._inputs_ready = inputs_ready
-        """Recorded after the inputs were written on the device; None on the CPU."""
+        self._compute = streams.compute
+        self._inputs_ready = streams.compute.recorded()
         self._issued = threading.Event()
         self._error: BaseException | None = None
-        self.done: torch.cuda.Event | None = None
-        """Recorded after the work on the device. None on the CPU, where issued work is finished."""
+        self.done: Event = DONE
+        """Recorded after the work on the device."""
 
-    def run(self, stream: torch.cuda.Stream | None) -> None:
+    def run(self, stream: Stream) -> None:
         try:
-            if self._inputs_ready is not None and stream is not None:
-                stream.wait_event(self._inputs_ready)
+            stream.wait(self._inputs_ready)
             self._work()
-            if stream is not None:
-                self.done = torch.cuda.Event()
-                self.done.record(stream)
+            self.done = stream.recorded()
         except BaseException as error:  # `wait` raises it
             self._error = error
         finally:
@@ -48,23 +46,22 @@ class CollectiveCall:
             self._issued.set()
 
     def wait(self) -> None:
-        """Waits until the work is issued, and makes the current CUDA stream wait for its end. Raises its error."""
+        """Waits until the work is issued, and makes the current stream wait for its end. Raises its error."""
         self._issued.wait()
         if self._error is not None:
             raise self._error
-        if self.done is not None:
-            torch.cuda.current_stream().wait_event(self.done)
+        self._compute.wait(self.done)
 
 
 class CollectiveThread:
     """The ranks of a data-parallel group, and this rank's thread for collectives. All ranks must create it together."""
 
-    def __init__(self, process_group: Any, *, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, process_group: Any, *, streams: Streams) -> None:
+        self.device = streams.device
         self.size, self.index = dist.get_world_size(process_group), dist.get_rank(process_group)
         self._ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        self._group = dist.new_group(self._ranks, timeout=world_timeout(device))
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._group = dist.new_group(self._ranks, timeout=world_timeout(self.device))
+        self._streams, self._stream = streams, streams.another("collectives")
         self._calls: queue.SimpleQueue[CollectiveCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self.bytes_wire = 0
@@ -72,11 +69,7 @@ class CollectiveThread:
 
     def submit(self, work: Callable[[], None]) -> CollectiveCall:
         """Queues `work`, which calls `average_` and `broadcast_`. Its stream waits for the current stream's work."""
-        inputs_ready = None
-        if self._stream is not None:
-            inputs_ready = torch.cuda.Event()
-            inputs_ready.record(torch.cuda.current_stream(self.device))
-        call = CollectiveCall(work, inputs_ready=inputs_ready)
+        call = CollectiveCall(work, streams=self._streams)
         self._calls.put(call)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="ds_zo-lsp-ranks", daemon=True)
@@ -96,7 +89,7 @@ class CollectiveThread:
     # In the collective thread
 
     def average_(self, value: torch.Tensor) -> None:
-        self._record_use(value)
+        self._stream.uses(value)
         with explain_lost_rank(self.device):
             dist.all_reduce(value, group=self._group)
         value.div_(self.size)
@@ -104,28 +97,19 @@ class CollectiveThread:
 
     def broadcast_(self, value: torch.Tensor, owner: int) -> None:
         """`owner`: the index of the rank to copy from."""
-        self._record_use(value)
+        self._stream.uses(value)
         with explain_lost_rank(self.device):
             dist.broadcast(value, self._ranks[owner], group=self._group)
         self.bytes_wire += value.nbytes
 
-    def _record_use(self, value: torch.Tensor) -> None:
-        if self._stream is not None:
-            value.record_stream(self._stream)
-
     @torch.no_grad()
     def _serve(self) -> None:
-        if self._stream is None:
-            self._serve_all()
-            return
-        torch.cuda.set_device(self.device)
-        with torch.cuda.stream(self._stream):
-            self._serve_all()
-
-    def _serve_all(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call.run(self._stream)
-            del call
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        with self._stream.issuing():
+            while (call := self._calls.get()) is not None:
+                call.run(self._stream)
+                del call
 
     def close(self) -> None:
         """Ends the thread after its queued work. Safe to call twice."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 
 import torch
@@ -14,6 +13,7 @@ from ds_zo.backends.lsp.host_group import HostGroup
 from ds_zo.backends.lsp.matrices import MatrixState
 from ds_zo.backends.lsp.scheduler import Job, transition_layer
 from ds_zo.config import LSPParams
+from ds_zo.streaming.streams import Event, Streams
 
 
 class StepReport:
@@ -67,35 +67,27 @@ class BackwardTimer:
     """Measures the backward pass and computes the transition layer. It uses the last complete measurement and never
     waits for one."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        """Recorded before and after the last complete backward pass; None on a CPU or before the first."""
-        self._begin_event: torch.cuda.Event | None = None
-        self._begin_s = 0.0
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._events: tuple[Event, Event] | None = None
+        """Recorded before and after the last complete backward pass; None before the first."""
+        self._begin = streams.event(timing=True)
         self._backward_s: float | None = None
         self._transition: int | None = None
 
     def begin(self) -> None:
-        self._read()
-        self._transition = None
-        if self._is_cuda:
-            self._begin_event = torch.cuda.Event(enable_timing=True)
-            self._begin_event.record()
-        else:
-            self._begin_s = time.perf_counter()
-
-    def end(self) -> None:
-        if self._begin_event is not None:
-            last = torch.cuda.Event(enable_timing=True)
-            last.record()
-            self._events, self._begin_event = (self._begin_event, last), None
-        else:
-            self._backward_s = time.perf_counter() - self._begin_s
-
-    def _read(self) -> None:
         if self._events is not None and self._events[1].query():
             self._backward_s = self._events[0].elapsed_time(self._events[1]) / 1e3
+        self._transition = None
+        self._begin = self._recorded()
+
+    def end(self) -> None:
+        self._events = self._begin, self._recorded()
+
+    def _recorded(self) -> Event:
+        event = self._streams.event(timing=True)
+        self._streams.compute.record(event)
+        return event
 
     def transition(self, groups: Sequence[HostGroup]) -> int:
         """The transition layer, computed once a backward pass. 0 before there are measurements: then jobs are served

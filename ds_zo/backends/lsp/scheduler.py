@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import torch
 
+from ds_zo.streaming.streams import DONE, Event
+
 Waiting = TypeVar("Waiting")
 
 
@@ -45,8 +47,8 @@ class Job:
 
     def __init__(self, work: Callable[[], torch.Tensor]) -> None:
         self._work = work
-        self.ready: torch.cuda.Event | None = None
-        """Recorded after the gradients were copied to host memory; None: they are there."""
+        self.ready: Event = DONE
+        """Recorded after the gradients were copied to host memory."""
         self._finished = threading.Event()
         self._error: BaseException | None = None
         self.norms: torch.Tensor | None = None
@@ -62,8 +64,7 @@ class Job:
 
     def run(self) -> None:
         try:
-            if self.ready is not None:
-                self.ready.synchronize()
+            self.ready.synchronize()
             begin = time.perf_counter()
             self.norms = self._work()
             self.is_finite = all(map(math.isfinite, self.norms.tolist()))
@@ -95,7 +96,7 @@ class RemoteJob(Job):
         self._is_ready = threading.Event()
         self._lock = threading.Lock()
 
-    def set_ready(self, ready: torch.cuda.Event | None) -> None:
+    def set_ready(self, ready: Event) -> None:
         self.ready = ready
         self._is_ready.set()
 

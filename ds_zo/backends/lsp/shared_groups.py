@@ -39,14 +39,13 @@ class SharedHostGroup(HostGroup):
         *,
         ranks: CollectiveThread,
         owner: int | None,
-        device: torch.device,
         store: HostStore,
         **options: Any,
     ) -> None:
         """`owner`: the rank that keeps the moments; None: every rank does."""
         num_matrices = len(group.matrices)
         own: dict[str, Any] = {"keeps_states": owner in (None, ranks.index), "uploads": owner is None}
-        super().__init__(group, settings, device=device, store=store, num_extra=num_matrices, **own, **options)
+        super().__init__(group, settings, store=store, num_extra=num_matrices, **own, **options)
         self.owner = owner
         self._ranks = ranks
         self._flags = self._sums_device[-num_matrices:]
@@ -180,7 +179,7 @@ class SharedHostGroup(HostGroup):
             self._whole_directions = whole_directions
             if isinstance(job, RemoteJob):
                 self._norms_host.copy_(self._flags, non_blocking=True)
-                job.set_ready(_record_event(self._device))
+                job.set_ready(self._compute.recorded())
         except BaseException as error:
             job.fail(error)
             raise
@@ -202,9 +201,8 @@ class SharedHostGroup(HostGroup):
             if self.job.is_finite:
                 in_place = {i: self._layout.view(i, self._sums_device) for i in self._active if i not in whole}
                 self._apply({**in_place, **{i: whole[i] for i in self._active if i in whole}})
-            if self._device.type == "cuda":
-                for direction in whole.values():
-                    direction.record_stream(torch.cuda.current_stream(self._device))
+            for direction in whole.values():
+                self._compute.uses(direction)
             self._whole_directions = {}
             self.phase = GroupPhase.SUMMING
 
@@ -267,11 +265,3 @@ class SharedDeviceGroup(DeviceGroup):
                 matrix.has_total = share > 0
                 if not matrix.has_total:
                     matrix.clear()
-
-
-def _record_event(device: torch.device) -> torch.cuda.Event | None:
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device))
-    return event

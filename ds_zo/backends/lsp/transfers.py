@@ -13,11 +13,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from ds_zo.backends.lsp.scheduler import ServiceOrder
+from ds_zo.streaming.streams import DONE, Event, Stream, Streams
 
 NUM_IN_FLIGHT = 2
 """Copies of a direction that are issued at a time: the link does not idle while one ends and the next is issued."""
@@ -32,24 +33,23 @@ class Copy:
         self,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         *,
-        after: torch.cuda.Event | None = None,
+        streams: Streams,
+        after: Event = DONE,
         on_issue: Callable[[], None] | None = None,
     ) -> None:
         """`after`: an event that the copies wait for. `on_issue` is called when the copies have been issued."""
         self.pairs, self.after, self.on_issue = pairs, after, on_issue
         self.is_issued = False
-        self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.begin, self.end = (streams.event(timing=True) for _ in range(2))
 
-    def issue(self, stream: torch.cuda.Stream) -> None:
-        if self.after is not None:
-            stream.wait_event(self.after)
-        self.begin.record(stream)
-        with torch.cuda.stream(stream):
+    def issue(self, stream: Stream) -> None:
+        stream.wait(self.after)
+        stream.record(self.begin)
+        with stream.issuing():
             for target, source in self.pairs:
                 target.copy_(source, non_blocking=True)
-                if source.is_cuda:
-                    source.record_stream(stream)
-        self.end.record(stream)
+                stream.uses(source)
+        stream.record(self.end)
         self.pairs, self.is_issued = (), True
         on_issue, self.on_issue = self.on_issue, None
         if on_issue is not None:
@@ -59,7 +59,7 @@ class Copy:
 class CopyLane:
     """The copies of one direction. See [Note: order of copies]. Any thread may use it."""
 
-    def __init__(self, stream: torch.cuda.Stream, order: ServiceOrder) -> None:
+    def __init__(self, stream: Stream, order: ServiceOrder) -> None:
         self.stream = stream
         self._order = order
         self._waiting: deque[Copy] = deque()
@@ -96,35 +96,45 @@ class UploadBuffer:
     """Device memory for one group's directions."""
 
     buffer: torch.Tensor
-    filled: torch.cuda.Event = field(default_factory=torch.cuda.Event)
-    drained: torch.cuda.Event = field(default_factory=torch.cuda.Event)
+    filled: Event
+    drained: Event
     owner: object | None = None
     """The group whose directions are in the buffer or being copied there; None: the buffer is free."""
 
 
-class TransferStreams:
+class Transfers:
     """A lane in each direction, and buffers for groups that have no device memory for their directions."""
 
-    def __init__(self, device: torch.device, *, order: ServiceOrder, buffer_bytes: int) -> None:
-        self.down, self.up = (CopyLane(torch.cuda.Stream(device), order) for _ in range(2))
-        self._upload_buffers = [
-            UploadBuffer(torch.empty(buffer_bytes, dtype=torch.uint8, device=device)) for _ in range(NUM_UPLOAD_BUFFERS)
+    def __init__(self, streams: Streams, *, order: ServiceOrder) -> None:
+        self.streams = streams
+        self.down, self.up = (CopyLane(streams.another(name), order) for name in ("gradients", "directions"))
+        self.upload_buffers: list[UploadBuffer] = []
+
+    def make_buffers(self, nbytes: int) -> None:
+        """Makes the buffers, for directions of at most `nbytes`."""
+        new, device = self.streams.event, self.streams.device
+        self.upload_buffers = [
+            UploadBuffer(torch.empty(nbytes, dtype=torch.uint8, device=device), new(), new())
+            for _ in range(NUM_UPLOAD_BUFFERS)
         ]
-        self.num_bytes = NUM_UPLOAD_BUFFERS * buffer_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(upload_buffer.buffer.nbytes for upload_buffer in self.upload_buffers)
 
     def buffer_of(self, group: object) -> UploadBuffer | None:
-        return next((upload_buffer for upload_buffer in self._upload_buffers if upload_buffer.owner is group), None)
+        return next((upload_buffer for upload_buffer in self.upload_buffers if upload_buffer.owner is group), None)
 
     def has_free_buffer(self) -> bool:
-        return any(upload_buffer.owner is None for upload_buffer in self._upload_buffers)
+        return any(upload_buffer.owner is None for upload_buffer in self.upload_buffers)
 
     def upload(self, group: object, source: torch.Tensor) -> UploadBuffer:
         """Starts an upload. If no buffer is free, the first one is overwritten, and its group has to upload again."""
-        upload_buffer = next((free for free in self._upload_buffers if free.owner is None), self._upload_buffers[0])
+        upload_buffer = next((free for free in self.upload_buffers if free.owner is None), self.upload_buffers[0])
         upload_buffer.owner = group
         stream = self.up.stream
-        stream.wait_event(upload_buffer.drained)
-        with torch.cuda.stream(stream):
+        stream.wait(upload_buffer.drained)
+        with stream.issuing():
             upload_buffer.buffer[: source.numel()].copy_(source, non_blocking=True)
-        upload_buffer.filled.record(stream)
+        stream.record(upload_buffer.filled)
         return upload_buffer

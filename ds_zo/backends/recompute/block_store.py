@@ -123,8 +123,7 @@ class RecomputedBlockStore(BlockStore):
             else:
                 with torch.inference_mode(False), torch.no_grad():
                     slot = self.runtime.acquire(unit)
-                    if unit.written_back is not None:  # the last update must be copied back before this slot is changed
-                        torch.cuda.current_stream(self.device).wait_event(unit.written_back)
+                    self.streams.compute.wait(unit.written_back)  # the last update, before this slot is changed
                     unit.bind(self._views_in(unit, slot))
             yield materialised
         except BaseException:

@@ -109,7 +109,7 @@ class ZOBlockStore(BlockStore):
         )
         """Whether the interval is still to be chosen from measurements (`choose_interval`)."""
         spare_store = self.store if self.shared is None else HostStore(device, pin=False)
-        self.claims = Claims(spare_store, swaps=self.shared is None)
+        self.claims = Claims(spare_store, streams=self.streams, swaps=self.shared is None)
         self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)
         self._make_buffers()
         if self.may_fill_device or self.must_choose_interval:

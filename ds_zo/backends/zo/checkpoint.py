@@ -64,9 +64,8 @@ class ZOCheckpoint:
         omitted = {p.name for u in units for p in u.placed if omit_frozen and not p.parameter.requires_grad}
         base = set(block_store.base) if omit_base else set()
         omitted |= base
-        if self._block_store.device.type == "cuda" and not hold:
-            # `_weights_file` waits for each unit's download.
-            torch.cuda.current_stream(block_store.device).synchronize()
+        if not hold:  # `_weights_file` waits for each unit's download
+            block_store.streams.compute.synchronize()
         state = {**self.facts(), "omitted": sorted(omitted), "rows": block_store.log.rows.cpu().clone()}
         if base:
             state["base"] = self._describe_base(omitted)

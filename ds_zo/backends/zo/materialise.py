@@ -88,7 +88,7 @@ class Materialiser:
         replay_slot_nbytes = (
             max((u.nbytes for u in placement.blocks if not u.streamed), default=0) if needs_replay_slot else 0
         )
-        self._replay_slot = Slot(replay_slot_nbytes, device)
+        self._replay_slot = Slot(replay_slot_nbytes, runtime.streams)
         """Holds the replayed weights of a resident block between its passes when no fold is due. The block's store
         buffer must keep the weights of its last fold."""
         self._active: Unit | None = None
