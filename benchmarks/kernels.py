@@ -25,63 +25,54 @@ def cases(numel: int) -> Iterator[tuple[str, Callable[[], object], int]]:
     odd_table = ops.build_table([ops.Segment(start=0, numel=numel, offset=1)], device)
     log = torch.ones(8, 3, device=device)
     log[:, 2] = 1e-6
-    at: dict[str, Any] = {"table": table, "seed": 1, "step": 3}
-    replay: dict[str, Any] = {"log": log, "num_entries": 1}
+    gaussian = ops.Noise(seed=1, step=3)
+    signs = ops.Noise(seed=1, step=3, distribution="rademacher")
+    one, eight = (ops.Pending(log, first_entry=0, num_entries=num_entries) for num_entries in (1, 8))
 
-    def call(src: torch.Tensor, **arguments: Any) -> Callable[[], object]:
-        return partial(ops.replay_perturb, src, **(at | arguments))
+    def call(
+        source: ops.Planes,
+        pending: ops.Pending | None = None,
+        *,
+        to: ops.Planes | None = None,
+        fold: bool = False,
+        out: torch.Tensor | None = None,
+        noise: ops.Noise = gaussian,
+        table: ops.SegmentTable = table,
+    ) -> Callable[[], object]:
+        store = None if to is None else ops.Store(to, fold=fold)
+        copies = None if out is None else ops.Copies(out, scale=1e-3)
+        return partial(
+            ops.replay_perturb, source, table=table, noise=noise, pending=pending, store=store, copies=copies
+        )
 
-    theta = torch.full((numel,), 0.02, dtype=torch.bfloat16, device=device)
-    slot, out = torch.empty_like(theta), torch.empty_like(theta)
-    yield "bf16 replay 1 + perturb 1", call(theta, **replay, dst=slot, out=out, scale=1e-3), 6 * numel
-    yield (
-        "bf16 replay 8 + perturb 1",
-        call(theta, **replay | {"num_entries": 8}, dst=slot, out=out, scale=1e-3),
-        6 * numel,
-    )
-    yield "bf16 perturb", call(theta, out=out, scale=1e-3), 4 * numel
-    yield "bf16 fold 1", call(theta, **replay, dst=theta, fold=True), 4 * numel
-    yield "bf16 fold 1 + perturb 1", call(theta, **replay, dst=theta, out=out, scale=1e-3, fold=True), 6 * numel
-    yield (
-        "bf16 replay 1 + perturb 1, odd offset",
-        call(theta, **replay, table=odd_table, dst=slot, out=out, scale=1e-3),
-        6 * numel,
-    )
-    signs: dict[str, Any] = {"distribution": "rademacher", "scale": 1e-3}
-    yield "bf16 replay 1 + perturb 1, rademacher", call(theta, **replay, **signs, dst=slot, out=out), 6 * numel
-    yield "bf16 perturb, rademacher", call(theta, **signs, out=out), 4 * numel
-    low = torch.zeros(numel, dtype=torch.int16, device=device)
-    yield "bf16 split fold 1", call(theta, **replay, dst=theta, low_in=low, low_out=low, fold=True), 8 * numel
-    yield "bf16 copy", partial(slot.copy_, theta), 4 * numel
+    values = torch.full((numel,), 0.02, dtype=torch.bfloat16, device=device)
+    theta, slot, out = ops.Planes(values), ops.Planes(torch.empty_like(values)), torch.empty_like(values)
+    yield "bf16 replay 1 + perturb 1", call(theta, one, to=slot, out=out), 6 * numel
+    yield "bf16 replay 8 + perturb 1", call(theta, eight, to=slot, out=out), 6 * numel
+    yield "bf16 perturb", call(theta, out=out), 4 * numel
+    yield "bf16 fold 1", call(theta, one, to=theta, fold=True), 4 * numel
+    yield "bf16 fold 1 + perturb 1", call(theta, one, to=theta, fold=True, out=out), 6 * numel
+    yield "bf16 replay 1 + perturb 1, odd offset", call(theta, one, to=slot, out=out, table=odd_table), 6 * numel
+    yield "bf16 replay 1 + perturb 1, rademacher", call(theta, one, to=slot, out=out, noise=signs), 6 * numel
+    yield "bf16 perturb, rademacher", call(theta, out=out, noise=signs), 4 * numel
+    split = ops.Planes(values, low=torch.zeros(numel, dtype=torch.int16, device=device))
+    yield "bf16 split fold 1", call(split, one, to=split, fold=True), 8 * numel
+    yield "bf16 copy", partial(slot.storage.copy_, values), 4 * numel
 
-    codes = theta.to(torch.float8_e4m3fn)
-    code_slot = torch.empty_like(codes)
-    plane = torch.zeros(-(-numel // 256), dtype=torch.int8, device=device)
-    scales: dict[str, Any] = {"scales_in": plane}
-    stored = scales | {"scales_out": torch.empty_like(plane)}
-    yield "fp8 replay 1 + perturb 1", call(codes, **replay, **stored, dst=code_slot, out=out, scale=1e-3), 4 * numel
-    yield "fp8 perturb", call(codes, **scales, out=out, scale=1e-3), 3 * numel
+    scales = torch.zeros(-(-numel // 256), dtype=torch.int8, device=device)
+    theta = ops.Planes(values.to(torch.float8_e4m3fn), scales)
+    slot = _like(theta)
+    yield "fp8 replay 1 + perturb 1", call(theta, one, to=slot, out=out), 4 * numel
+    yield "fp8 perturb", call(theta, out=out), 3 * numel
 
-    codes, words = _bf12(theta[:256], numel)
-    code_slot, scales = torch.empty_like(codes), {"scales_in": words}
-    stored = scales | {"scales_out": torch.empty_like(words)}
+    codes, words = _bf12(values[:256], numel)
+    theta = ops.Planes(codes, words)
+    slot = _like(theta)
     packed = codes.numel() + 4 * words.numel()
-    yield (
-        "bf12 replay 1 + perturb 1",
-        call(codes, **replay, **stored, dst=code_slot, out=out, scale=1e-3),
-        2 * packed + 2 * numel,
-    )
-    yield (
-        "bf12 replay 8 + perturb 1",
-        call(codes, **replay | {"num_entries": 8}, **stored, dst=code_slot, out=out, scale=1e-3),
-        2 * packed + 2 * numel,
-    )
-    yield "bf12 perturb", call(codes, **scales, out=out, scale=1e-3), packed + 2 * numel
-    yield (
-        "bf12 fold 1 + perturb 1",
-        call(codes, **replay, **scales, scales_out=words, dst=codes, out=out, scale=1e-3, fold=True),
-        2 * packed + 2 * numel,
-    )
+    yield "bf12 replay 1 + perturb 1", call(theta, one, to=slot, out=out), 2 * packed + 2 * numel
+    yield "bf12 replay 8 + perturb 1", call(theta, eight, to=slot, out=out), 2 * packed + 2 * numel
+    yield "bf12 perturb", call(theta, out=out), packed + 2 * numel
+    yield "bf12 fold 1 + perturb 1", call(theta, one, to=theta, fold=True, out=out), 2 * packed + 2 * numel
 
     four_bits = torch.randint(0, 256, (numel // 2,), dtype=torch.uint8, device=device)
     absmax = torch.ones(numel // 64, device=device)
@@ -95,10 +86,14 @@ def cases(numel: int) -> Iterator[tuple[str, Callable[[], object], int]]:
         2 * experts.numel() + planes[0].numel() + planes[1].numel(),
     )
 
-    master = theta.float()
-    copy = torch.empty_like(master)
-    yield "fp32 fold 1 + perturb 1", call(master, **replay, dst=master, out=copy, scale=1e-3, fold=True), 12 * numel
+    master, copy = ops.Planes(values.float()), torch.empty(numel, device=device)
+    yield "fp32 fold 1 + perturb 1", call(master, one, to=master, fold=True, out=copy), 12 * numel
     yield "torch.normal_ fp32", copy.normal_, 4 * numel
+
+
+def _like(planes: ops.Planes) -> ops.Planes:
+    scales = None if planes.scales is None else torch.empty_like(planes.scales)
+    return ops.Planes(torch.empty_like(planes.storage), scales)
 
 
 def _bf12(group: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,21 +46,11 @@ def noise_rate(device: torch.device, *, numel: int = 2**26) -> dict[str, float]:
 
     def replay(num_entries: int) -> None:
         ops.replay_perturb(
-            storage,
+            ops.Planes(storage),
             table=table,
-            log=log,
-            first_entry=0,
-            num_entries=num_entries,
-            num_directions=1,
-            dst=None,
-            out=copy,
-            seed=0,
-            step=64,
-            direction=0,
-            scale=0.0,
-            distribution="normal",
-            fold=False,
-            rounding="nearest",
+            noise=ops.Noise(seed=0, step=64, rounding="nearest"),
+            pending=ops.Pending(log, first_entry=0, num_entries=num_entries),
+            copies=ops.Copies(copy),
         )
 
     few, many = 2, 18

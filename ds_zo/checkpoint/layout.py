@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.streaming.units import Part, PlacedParameter, Planes, Unit
+from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
 LOW = ":low"
 SCALES = ":exponents"
@@ -46,7 +46,7 @@ def fill_unit(unit: Unit, read: Read, *, omitted: Collection[str] = ()) -> None:
             view.copy_(read(name).view(view.shape))
 
 
-def _views(part: Part, placed: PlacedParameter, planes: Planes) -> Iterable[tuple[str, torch.Tensor]]:
+def _views(part: Part, placed: PlacedParameter, planes: ops.Planes) -> Iterable[tuple[str, torch.Tensor]]:
     stored = part.stored(placed, planes.storage)
     yield placed.name, stored.view(torch.uint8) if stored.dtype in ops.PACKED else stored
     if planes.low is not None:

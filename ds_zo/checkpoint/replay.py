@@ -26,29 +26,27 @@ class Recipe:
     capacity: int
     """Number of rows in the replay log. A unit that lags by that many steps folds."""
 
+    def noise(self, step: int) -> ops.Noise:
+        return ops.Noise(self.seed, step, distribution=self.distribution, rounding=self.rounding)
+
+    def pending(self, unit: Unit, rows: torch.Tensor, first_row_step: int, step: int) -> ops.Pending:
+        """The updates of steps `unit.version` to `step - 1`, whose rows are in a log from `first_row_step` on."""
+        first = (unit.version - first_row_step) % rows.shape[0]
+        return ops.Pending(rows, first, step - unit.version if unit.trainable else 0, self.num_directions)
+
 
 def fold(unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, recipe: Recipe) -> None:
     """Folds the updates of steps `unit.version` to `step - 1` into the stored planes, as the forward of `step` does."""
+    pending = recipe.pending(unit, rows, first_row_step, step)
     for part, planes in zip(unit.parts, unit.planes(unit.store_buffer, unit.low_buffer), strict=True):
         if part.frozen:
             continue
         ops.replay_perturb(
-            planes.storage,
+            planes,
             table=part.table(unit.store_buffer.device),
-            log=rows,
-            first_entry=(unit.version - first_row_step) % rows.shape[0],
-            num_entries=step - unit.version,
-            num_directions=recipe.num_directions,
-            dst=planes.storage,
-            low_in=planes.low,
-            low_out=planes.low,
-            scales_in=planes.scales,
-            scales_out=planes.scales,
-            seed=recipe.seed,
-            step=step,
-            distribution=recipe.distribution,
-            fold=True,
-            rounding=recipe.rounding,
+            noise=recipe.noise(step),
+            pending=pending,
+            store=ops.Store(planes, fold=True),
         )
     unit.folded(step)
 
@@ -57,7 +55,7 @@ def values(
     unit: Unit, *, rows: torch.Tensor, first_row_step: int, step: int, recipe: Recipe, exact: bool = False
 ) -> Iterator[tuple[PlacedParameter, torch.Tensor]]:
     """The weights of `step`, in the parameters' own dtype, or in float32 if `exact`. The planes do not change."""
-    pending = step - unit.version if unit.trainable else 0
+    pending = recipe.pending(unit, rows, first_row_step, step)
     for part, planes in zip(unit.parts, unit.planes(unit.store_buffer, unit.low_buffer), strict=True):
         if part.direct:
             yield from ((placed, placed.view(planes.storage)) for placed in part.placed)
@@ -69,19 +67,11 @@ def values(
             yield from ((placed, placed.view(out)) for placed in part.placed)
             continue
         ops.replay_perturb(
-            planes.storage,
+            planes,
             table=part.table(unit.store_buffer.device),
-            log=rows,
-            first_entry=(unit.version - first_row_step) % rows.shape[0],
-            num_entries=pending,
-            num_directions=recipe.num_directions,
-            out=out,
-            low_in=planes.low,
-            scales_in=planes.scales,
-            seed=recipe.seed,
-            step=step,
-            distribution=recipe.distribution,
-            rounding=recipe.rounding,
+            noise=recipe.noise(step),
+            pending=pending,
+            copies=ops.Copies(out),
         )
         yield from ((placed, placed.view(out)) for placed in part.placed)
 

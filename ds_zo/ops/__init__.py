@@ -18,21 +18,27 @@ from ds_zo.ops.philox import philox4x32
 from ds_zo.ops.reference import replay_perturb_reference
 from ds_zo.ops.rng import NOISE_VERSION, Distribution
 from ds_zo.ops.rng import draw as _draw
-from ds_zo.ops.schema import KernelCall, Rounding
+from ds_zo.ops.schema import AS_STORED, Copies, KernelCall, Noise, Pending, Planes, Rounding, Store
 from ds_zo.ops.segments import SEGMENT_ALIGNMENT, Segment, SegmentTable, build_table
 
 __all__ = [
+    "AS_STORED",
     "CHUNK_NUMEL",
     "MXFP4",
     "NF4",
     "NOISE_VERSION",
     "PACKED",
     "SEGMENT_ALIGNMENT",
+    "Copies",
     "Distribution",
     "Format",
+    "Noise",
+    "Pending",
+    "Planes",
     "Rounding",
     "Segment",
     "SegmentTable",
+    "Store",
     "bit_sum",
     "build_table",
     "copy_staged_",
@@ -55,79 +61,33 @@ PACKED: dict[torch.dtype, Format] = {f.dtype: f for f in (NF4, MXFP4)}
 
 
 def replay_perturb(
-    src: torch.Tensor,
+    source: Planes,
     *,
     table: SegmentTable,
-    log: torch.Tensor | None = None,
-    num_entries: int = 0,
-    first_entry: int = 0,
-    num_directions: int = 1,
-    dst: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    pair: torch.Tensor | None = None,
-    low_in: torch.Tensor | None = None,
-    low_out: torch.Tensor | None = None,
-    scales_in: torch.Tensor | None = None,
-    scales_out: torch.Tensor | None = None,
-    seed: int,
-    step: int,
-    direction: int = 0,
-    scale: float = 0.0,
-    distribution: Distribution = "normal",
-    fold: bool = False,
-    rounding: Rounding = "stochastic",
-    as_stored: bool = False,
+    noise: Noise,
+    pending: Pending | None = None,
+    store: Store | None = None,
+    copies: Copies | None = None,
 ) -> None:
-    """Replay pending updates onto stored parameters, store the result and write a perturbed copy, in one pass.
+    """Replay pending updates onto stored weights, store the result and write perturbed copies of it, in one pass.
 
     For every element of a trainable segment, in float32:
 
-    1. x = decode(src, low_in, scales_in).
-    2. For each entry: x = x * decay[group], then for each direction d x = x - coefficient[group, d] * z(its step, d).
-    3. With dst: dst, low_out, scales_out = encode(x). Then x = decode(dst) without low, for out and pair.
-    4. With out: out = x + scale * z(step, direction).
-    5. With pair: pair = x - scale * z(step, direction).
+    1. x = decode(source).
+    2. With `pending`: for each entry, x = x * decay[group], then for each direction d
+       x = x - coefficient[group, d] * z(its step, d).
+    3. With `store`: store.to = encode(x). Then x = decode(store.to) without the low plane.
+    4. With `copies`: out = x + scale * z and pair = x - scale * z, for z of the step and direction of `noise`.
 
-    `log` is a ring buffer of rows [step as int32 bits, decay of each group, coefficients of group 0 by direction, of
-    group 1, ...]. Entries first_entry .. first_entry + num_entries - 1 are taken modulo its length. The host does not
-    read it.
-
-    A store with `low_out` rounds to nearest and keeps the exact residual there. A store without `low_out` rounds
-    stochastically. Its dither is 16 bits drawn for the fold if `fold`, else the bits of this step's draw that the noise
-    does not use. Perturbed copies round with these unused bits too, equal for +scale and -scale. Unperturbed copies
-    round to nearest. `rounding="nearest"` turns off all stochastic rounding.
-
-    `as_stored` rounds x as a store would, without writing it. A call with `as_stored`, `out` and `pair` then gives the
-    same bits as a store followed by two perturbing calls on the stored values.
+    A call with `AS_STORED` and two copies gives the same bits as a store followed by two calls that copy what was
+    stored.
 
     In a segment's `still` range z is 0. Frozen segments are only copied and converted. Padding is neither read nor
-    written. dst may be src, and low_out may be low_in.
+    written. Planes of `store.to` may be those of `source`.
     """
-    call = KernelCall(
-        src=src,
-        table=table,
-        log=log,
-        num_entries=num_entries,
-        first_entry=first_entry,
-        num_directions=num_directions,
-        dst=dst,
-        out=out,
-        pair=pair,
-        low_in=low_in,
-        low_out=low_out,
-        scales_in=scales_in,
-        scales_out=scales_out,
-        seed=seed,
-        step=step,
-        direction=direction,
-        scale=scale,
-        distribution=distribution,
-        fold=fold,
-        rounding=rounding,
-        as_stored=as_stored,
-    )
+    call = KernelCall(source, table, noise, pending, store, copies)
     call.check()
-    if src.device.type == "cuda":
+    if source.storage.device.type == "cuda":
         from ds_zo.ops.triton_ops import replay_perturb_triton
 
         replay_perturb_triton(call)
@@ -182,13 +142,9 @@ def noise(
     z_device = torch.zeros(numel, dtype=torch.float32, device=device)
     table = build_table([Segment(start=0, numel=numel, offset=offset)], device)
     replay_perturb(
-        z_device,
+        Planes(z_device),
         table=table,
-        out=z_device,
-        seed=seed,
-        step=step,
-        direction=direction,
-        scale=1.0,
-        distribution=distribution,
+        noise=Noise(seed, step, direction, distribution),
+        copies=Copies(z_device, scale=1.0),
     )
     return z_device

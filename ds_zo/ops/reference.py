@@ -27,7 +27,7 @@ from ds_zo.ops.formats import (
     storage_format,
     store_,
 )
-from ds_zo.ops.schema import KernelCall
+from ds_zo.ops.schema import KernelCall, Planes
 from ds_zo.ops.segments import Segment
 
 RUN_NUMEL = 65536
@@ -90,19 +90,19 @@ def _runs(segments: tuple[Segment, ...]) -> Iterator[list[Segment]]:
 
 
 def _read_entries(call: KernelCall) -> list[Entry]:
-    if call.num_entries == 0:
+    pending = call.pending
+    if pending is None:
         return []
-    assert call.log is not None
-    rows = call.log.detach().numpy()
-    groups = call.num_log_groups
+    rows = pending.log.detach().numpy()
+    groups = pending.num_groups
     entries = []
-    for i in range(call.first_entry, call.first_entry + call.num_entries):
+    for i in range(pending.first_entry, pending.first_entry + pending.num_entries):
         row = rows[i % len(rows)]
         entries.append(
             Entry(
                 step=int(row[:1].view(np.int32)[0]),
                 decay=row[1 : 1 + groups],
-                coefficient=row[1 + groups :].reshape(groups, call.num_directions),
+                coefficient=row[1 + groups :].reshape(groups, pending.num_directions),
             )
         )
     return entries
@@ -114,13 +114,14 @@ class _Draws:
     def __init__(self, call: KernelCall, run: list[Segment]) -> None:
         self.offset = run[0].offset
         numel = run[-1].offset + run[-1].numel - self.offset
-        draw = partial(rng.draw, seed=call.seed, offset=self.offset, numel=numel, distribution=call.distribution)
-        here = partial(draw, step=call.step, direction=call.direction)
+        noise = call.noise
+        draw = partial(rng.draw, seed=noise.seed, offset=self.offset, numel=numel, distribution=noise.distribution)
+        here = partial(draw, step=noise.step, direction=noise.direction)
         self.noise = cache(draw)
-        self.noise_here = cache(partial(here, with_dither=call.rounds_out or call.rounds_dst_by_copy))
+        self.noise_here = cache(partial(here, with_dither=call.rounds_copies or call.rounds_store_by_copy))
         self.copy_dither = cache(partial(rng.copy_dither, **here.keywords))
         self.fold_dither = cache(
-            partial(rng.fold_dither, seed=call.seed, step=call.step, offset=self.offset, numel=numel)
+            partial(rng.fold_dither, seed=noise.seed, step=noise.step, offset=self.offset, numel=numel)
         )
 
 
@@ -158,23 +159,30 @@ def _process_as_one(call: KernelCall, entries: list[Entry], draws: _Draws, segme
     places = [slice(segment.start, segment.start + segment.numel) for segment in segments]
     numel = sum(segment.numel for segment in segments)
 
-    def gathered(plane: torch.Tensor | None) -> torch.Tensor | None:
-        if plane is None:
-            return None
-        bits = _raw(plane)
-        return torch.from_numpy(np.concatenate([bits[at] for at in places]))
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    src, low_in = gathered(call.src), gathered(call.low_in)
-    assert src is not None
-    written: dict[str, Any] = {
-        name: torch.empty(numel, dtype=plane.dtype)
-        for name in ("dst", "low_out", "out", "pair")
-        if (plane := getattr(call, name)) is not None
-    }
-    one = replace(call, src=src.view(call.src.dtype), low_in=low_in, **written)
+    def gathered(plane: torch.Tensor) -> torch.Tensor:
+        bits = _raw(plane)
+        return torch.from_numpy(np.concatenate([bits[at] for at in places])).view(plane.dtype)
+
+    def result_for(plane: torch.Tensor) -> torch.Tensor:
+        result = torch.empty(numel, dtype=plane.dtype)
+        results.append((plane, result))
+        return result
+
+    store, copies = call.store, call.copies
+    low = None if call.source.low is None else gathered(call.source.low)
+    source = Planes(gathered(call.source.storage), low=low)
+    if store is not None and store.to is not None:
+        low = None if store.to.low is None else result_for(store.to.low)
+        store = replace(store, to=Planes(result_for(store.to.storage), low=low))
+    if copies is not None:
+        pair = None if copies.pair is None else result_for(copies.pair)
+        copies = replace(copies, out=result_for(copies.out), pair=pair)
+    one = replace(call, source=source, store=store, copies=copies)
     _process(one, entries, draws, Segment(0, numel, segments[0].offset, segments[0].group))
-    for name, values in written.items():
-        to, bits, first = _raw(getattr(call, name)), _raw(values), 0
+    for plane, result in results:
+        to, bits, first = _raw(plane), _raw(result), 0
         for at in places:
             to[at] = bits[first : first + at.stop - at.start]
             first += at.stop - at.start
@@ -192,28 +200,28 @@ def _process(call: KernelCall, entries: list[Entry], draws: _Draws, segment: Seg
     for entry in entries:
         # Each product is rounded before it is subtracted, so a call with k entries gives the bits of k calls with one.
         x = x * entry.decay[segment.group]
-        for direction in range(call.num_directions):
+        for direction in range(entry.coefficient.shape[1]):
             z = _without_still(draws.noise(step=entry.step, direction=direction).z[cut], segment)
             x -= z * entry.coefficient[segment.group, direction]
 
-    perturbs = call.out is not None and call.scale != 0.0
-    if call.stores:
-        x = _store(call, at, x, _dst_addend(call, draws, cut, perturbs))
-    if call.out is None:
+    if call.store is not None:
+        x = _store(call, at, x, _store_addend(call, draws, cut))
+    copies = call.copies
+    if copies is None:
         return
-    addend = None
-    fmt = storage_format(call.out.dtype)
-    if not perturbs:
-        store_(call.out[at], round_to(fmt, x))
+    fmt = storage_format(copies.out.dtype)
+    if not call.perturbs:
+        store_(copies.out[at], round_to(fmt, x))
         return
     z, dither = draws.noise_here()
-    move = _without_still(z[cut], segment) * np.float32(call.scale)
-    if call.rounds_out:
+    move = _without_still(z[cut], segment) * np.float32(copies.scale)
+    addend = None
+    if call.rounds_copies:
         assert dither is not None
         addend = _copy_addend(call, dither[cut], fmt)
-    store_(call.out[at], round_to(fmt, x + move, addend))
-    if call.pair is not None:
-        store_(call.pair[at], round_to(fmt, x - move, addend))
+    store_(copies.out[at], round_to(fmt, x + move, addend))
+    if copies.pair is not None:
+        store_(copies.pair[at], round_to(fmt, x - move, addend))
 
 
 def _without_still(z: Floats, segment: Segment) -> Floats:
@@ -226,66 +234,72 @@ def _without_still(z: Floats, segment: Segment) -> Floats:
 
 def _copy_frozen(call: KernelCall, segment: Segment) -> None:
     at = slice(segment.start, segment.start + segment.numel)
-    clean = None if call.out is None else _decode(call, at, with_low=call.dst is None)
-    for to, source, where in (
-        (call.dst, call.src, at),
-        (call.low_out, call.low_in, at),
-        (call.scales_out, call.scales_in, call.format.scales_of(at.start, at.stop)),
+    source, to, copies = call.source, call.written, call.copies
+    if copies is not None:
+        clean = _decode(call, at, with_low=to is None)
+        for copy in (copies.out, copies.pair):
+            if copy is not None:
+                store_(copy[at], round_to(storage_format(copy.dtype), clean))
+    if to is None:
+        return
+    for plane, its_source, where in (
+        (to.storage, source.storage, at),
+        (to.low, source.low, at),
+        (to.scales, source.scales, call.format.scales_of(at.start, at.stop)),
     ):
-        if to is None or to is source:
+        if plane is None or plane is its_source:
             continue
-        if source is None:
-            to[where].zero_()
+        if its_source is None:
+            plane[where].zero_()
         else:
-            to[where].copy_(source[where])
-    for copy in (call.out, call.pair):
-        if copy is not None and clean is not None:
-            store_(copy[at], round_to(storage_format(copy.dtype), clean))
+            plane[where].copy_(its_source[where])
 
 
 def _decode(call: KernelCall, at: slice, *, with_low: bool) -> Floats:
-    fmt = call.format
-    scales = None if call.scales_in is None else call.scales_in[fmt.scales_of(at.start, at.stop)]
-    x = load(call.src[at], scales)
-    if with_low and call.low_in is not None:
-        x = join(fmt, x, call.low_in[at].numpy())
+    fmt, source = call.format, call.source
+    scales = None if source.scales is None else source.scales[fmt.scales_of(at.start, at.stop)]
+    x = load(source.storage[at], scales)
+    if with_low and source.low is not None:
+        x = join(fmt, x, source.low[at].numpy())
     if scales is not None:
         x = scale_by(x, exponents_of(fmt, scales).numpy(), 1)
     return x
 
 
 def _store(call: KernelCall, at: slice, x: Floats, addend: Dither | None) -> Floats:
-    """Write x to dst and return the values that dst holds without its low plane."""
-    fmt, exponents, scales_out = call.format, None, None
-    if call.scales_in is not None:
+    """Write x to the stored planes and return the values that they hold without the low plane."""
+    fmt, to = call.format, call.written
+    exponents, scales = None, None
+    if call.source.scales is not None:
         groups = fmt.scales_of(at.start, at.stop)
-        exponents = np.maximum(exponents_of(fmt, call.scales_in[groups]).numpy(), fit_exponents(fmt, x))
-        if call.scales_out is not None:
-            scales_out = call.scales_out[groups]
-            exponents_of(fmt, scales_out).numpy()[:] = exponents
+        exponents = np.maximum(exponents_of(fmt, call.source.scales[groups]).numpy(), fit_exponents(fmt, x))
+        if to is not None:
+            assert to.scales is not None
+            scales = to.scales[groups]
+            exponents_of(fmt, scales).numpy()[:] = exponents
         x = scale_by(x, exponents, -1)
-    if call.low_out is not None:
+    if to is not None and to.low is not None:
         x, low = split(fmt, x)
-        call.low_out[at].numpy()[:] = low
+        to.low[at].numpy()[:] = low
     else:
         x = round_to(fmt, x, addend)
-    if call.dst is not None:
-        store_(call.dst[at], x, scales_out)
+    if to is not None:
+        store_(to.storage[at], x, scales)
     return x if exponents is None else scale_by(x, exponents, 1)
 
 
-def _dst_addend(call: KernelCall, draws: _Draws, cut: slice, perturbs: bool) -> Dither | None:
-    if call.rounds_dst_by_fold:
+def _store_addend(call: KernelCall, draws: _Draws, cut: slice) -> Dither | None:
+    if call.rounds_store_by_fold:
         dropped_bits = call.format.dropped_bits
         return dither_addend(draws.fold_dither()[cut], num_bits=rng.FOLD_DITHER_BITS, dropped_bits=dropped_bits)
-    if not call.rounds_dst_by_copy:
+    if not call.rounds_store_by_copy:
         return None
-    dither = draws.noise_here().dither if perturbs else draws.copy_dither()
+    dither = draws.noise_here().dither if call.perturbs else draws.copy_dither()
     assert dither is not None
     # The complement of the copy's dither: where this rounding goes up, the rounding of the copy tends to go down.
-    flip = np.uint32((1 << rng.COPY_DITHER_BITS[call.distribution]) - 1)
+    flip = np.uint32((1 << rng.COPY_DITHER_BITS[call.noise.distribution]) - 1)
     return _copy_addend(call, dither[cut] ^ flip, call.format)
 
 
 def _copy_addend(call: KernelCall, dither: Dither, fmt: Format) -> Dither:
-    return dither_addend(dither, num_bits=rng.COPY_DITHER_BITS[call.distribution], dropped_bits=fmt.dropped_bits)
+    return dither_addend(dither, num_bits=rng.COPY_DITHER_BITS[call.noise.distribution], dropped_bits=fmt.dropped_bits)

@@ -17,130 +17,200 @@ OUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
+class Planes:
+    """Stored weights: views of a buffer, one element each for every element of a flat tensor."""
+
+    storage: torch.Tensor
+    """The elements in their storage format."""
+    scales: torch.Tensor | None = None
+    """The scales of groups; None for formats without scales. See [Note: group scales]."""
+    low: torch.Tensor | None = None
+    """The low plane: the bits that `storage` drops, int16; None without one. See [Note: split masters]."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What the random numbers of a call depend on, besides an element's offset."""
+
+    seed: int
+    step: int
+    direction: int = 0
+    distribution: Distribution = "normal"
+    rounding: Rounding = "stochastic"
+    """"nearest" turns off all stochastic rounding."""
+
+
+@dataclass(frozen=True)
+class Pending:
+    """Updates that the stored weights do not include yet: consecutive entries of a log that is a ring buffer.
+
+    A row of the log is [step as int32 bits, decay of each group, coefficients of group 0 by direction, of group 1,
+    ...]. The host does not read it.
+    """
+
+    log: torch.Tensor
+    first_entry: int
+    """Row of the oldest entry, taken modulo the number of rows."""
+    num_entries: int
+    num_directions: int = 1
+
+    @property
+    def num_groups(self) -> int:
+        return (self.log.shape[1] - 1) // (1 + self.num_directions)
+
+
+@dataclass(frozen=True)
+class Store:
+    """A store of the updated weights, rounded to their format.
+
+    With a low plane in `to`, the store rounds to nearest, and the low plane gets the exact residual. Without one, it
+    rounds stochastically.
+    """
+
+    to: Planes | None
+    """Where the weights are written. None: copies are made from weights rounded as this store would, and nothing is
+    written."""
+    fold: bool = False
+    """Whether the dither is 16 bits drawn for the fold, instead of the bits of this step's draw that the noise does not
+    use."""
+
+
+AS_STORED = Store(to=None)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies of the weights to be written: `out` = x + scale * z, and `pair` = x - scale * z.
+
+    Perturbed copies are rounded with the bits of the draw that the noise does not use, both with the same bits.
+    Unperturbed copies are rounded to nearest.
+    """
+
+    out: torch.Tensor
+    pair: torch.Tensor | None = None
+    scale: float = 0.0
+
+
+@dataclass(frozen=True)
 class KernelCall:
     """The arguments of one call of `replay_perturb`, whose docstring explains them."""
 
-    src: torch.Tensor
+    source: Planes
     table: SegmentTable
-    log: torch.Tensor | None
-    num_entries: int
-    first_entry: int
-    num_directions: int
-    dst: torch.Tensor | None
-    out: torch.Tensor | None
-    pair: torch.Tensor | None
-    low_in: torch.Tensor | None
-    low_out: torch.Tensor | None
-    scales_in: torch.Tensor | None
-    scales_out: torch.Tensor | None
-    seed: int
-    step: int
-    direction: int
-    scale: float
-    distribution: Distribution
-    fold: bool
-    rounding: Rounding
-    as_stored: bool
+    noise: Noise
+    pending: Pending | None = None
+    store: Store | None = None
+    copies: Copies | None = None
 
     @property
     def format(self) -> Format:
-        return storage_format(self.src.dtype)
+        return storage_format(self.source.storage.dtype)
 
     @property
-    def num_log_groups(self) -> int:
-        return 0 if self.log is None else (self.log.shape[1] - 1) // (1 + self.num_directions)
+    def num_entries(self) -> int:
+        return 0 if self.pending is None else self.pending.num_entries
 
     @property
-    def stores(self) -> bool:
-        """Whether x is rounded to src's format before copies are made from it. It is also written if there is a dst."""
-        return self.dst is not None or self.as_stored
+    def written(self) -> Planes | None:
+        """The planes that the call stores to."""
+        return None if self.store is None else self.store.to
 
     @property
-    def rounds_dst_by_fold(self) -> bool:
-        return self._rounds_dst and self.fold
+    def splits(self) -> bool:
+        """Whether the store keeps the bits that it drops in a low plane."""
+        return self.written is not None and self.written.low is not None
 
     @property
-    def rounds_dst_by_copy(self) -> bool:
-        return self._rounds_dst and not self.fold
+    def perturbs(self) -> bool:
+        return self.copies is not None and self.copies.scale != 0.0
 
     @property
-    def rounds_out(self) -> bool:
-        """Whether perturbed copies are rounded stochastically. An unperturbed copy is rounded to nearest."""
-        if self.out is None or self.scale == 0.0 or self.rounding == "nearest":
+    def rounds_store_by_fold(self) -> bool:
+        return self.store is not None and self.store.fold and self._rounds_store
+
+    @property
+    def rounds_store_by_copy(self) -> bool:
+        return self.store is not None and not self.store.fold and self._rounds_store
+
+    @property
+    def rounds_copies(self) -> bool:
+        """Whether copies are rounded stochastically. Unperturbed ones are rounded to nearest."""
+        if self.copies is None or not self.perturbs or self.noise.rounding == "nearest":
             return False
-        return storage_format(self.out.dtype).dropped_bits > 0
+        return storage_format(self.copies.out.dtype).dropped_bits > 0
 
     @property
-    def _rounds_dst(self) -> bool:
-        inexact = self.stores and self.low_out is None and self.format.dropped_bits > 0
-        return inexact and self.rounding == "stochastic"
+    def _rounds_store(self) -> bool:
+        return not self.splits and self.format.dropped_bits > 0 and self.noise.rounding == "stochastic"
 
     @property
     def leaves_frozen_alone(self) -> bool:
         """Whether the call copies no frozen segment."""
-        pairs = ((self.dst, self.src), (self.low_out, self.low_in), (self.scales_out, self.scales_in))
-        return self.out is None and all(to is None or to is source for to, source in pairs)
+        planes = zip(vars(self.written or self.source).values(), vars(self.source).values(), strict=True)
+        return self.copies is None and all(to is None or to is source for to, source in planes)
 
     def check(self) -> None:
-        fmt = self.format
-        self._check_flat("src", self.src, None)
-        self._check_flat("dst", self.dst, fmt.dtype)
-        self._check_flat("out", self.out, None)
-        self._check_flat("pair", self.pair, None if self.out is None else self.out.dtype)
-        self._check_flat("low_in", self.low_in, torch.int16)
-        self._check_flat("low_out", self.low_out, torch.int16)
-        if self.out is not None and self.out.dtype not in OUT_DTYPES:
-            raise ValueError(f"out must be float32, bfloat16 or float16, got {self.out.dtype} (out)")
-        if self.pair is not None and (self.out is None or self.scale == 0.0):
-            raise ValueError("pair is the copy perturbed by -scale * z: pass out and a scale with it (pair)")
-        if fmt.dropped_bits == 0 and (self.low_in is not None or self.low_out is not None):
-            raise ValueError("float32 storage drops no bits: pass no low plane (low_in, low_out)")
-        if fmt.scaled != (self.scales_in is not None):
-            raise ValueError(
-                "scales_in must be passed with float8_e4m3fn and bf12 storage and with no other, "
-                f"got {fmt.name} (scales_in)"
-            )
-        if (fmt.scaled and self.dst is not None) != (self.scales_out is not None):
-            raise ValueError("scales_out belongs to a dst that has scales: pass both or neither (scales_out)")
-        if self.low_out is not None and self.dst is None:
-            raise ValueError("low_out holds the bits that dst drops: pass dst with it (low_out)")
-        for name, scales in (("scales_in", self.scales_in), ("scales_out", self.scales_out)):
-            if scales is not None:
-                assert fmt.scale_dtype is not None
-                self._check_tensor(name, scales, fmt.scale_dtype, fmt.scales_of(0, self.table.numel).stop)
-        self._check_entries()
+        self._check_planes("source", self.source)
+        if self.written is not None:
+            self._check_planes("store.to", self.written)
+        if self.copies is not None:
+            self._check_copies(self.copies)
+        if self.pending is not None and self.pending.num_entries:
+            self._check_pending(self.pending)
 
-    def _check_entries(self) -> None:
-        if self.num_entries == 0:
-            return
-        if self.log is None:
-            raise ValueError(f"num_entries is {self.num_entries} but no log was passed: pass the log (log)")
-        capacity, width = self.log.shape
-        if self.log.dtype != torch.float32 or self.log.device != self.src.device or not self.log.is_contiguous():
+    def _check_planes(self, name: str, planes: Planes) -> None:
+        fmt = self.format
+        self._check_tensor(f"{name}.storage", planes.storage, fmt.dtype, self.table.numel)
+        if planes.low is not None:
+            if fmt.dropped_bits == 0:
+                raise ValueError(f"float32 storage drops no bits: pass no low plane ({name}.low)")
+            self._check_tensor(f"{name}.low", planes.low, torch.int16, self.table.numel)
+        if fmt.scaled != (planes.scales is not None):
             raise ValueError(
-                f"log must be a contiguous float32 tensor on {self.src.device}, "
-                f"got {self.log.dtype} on {self.log.device} (log)"
+                "scales must be passed with float8_e4m3fn and bf12 storage and with no other, "
+                f"got {fmt.name} ({name}.scales)"
             )
-        if not 0 <= self.num_entries <= capacity or self.first_entry < 0:
+        if planes.scales is not None:
+            assert fmt.scale_dtype is not None
+            numel = fmt.scales_of(0, self.table.numel).stop
+            self._check_tensor(f"{name}.scales", planes.scales, fmt.scale_dtype, numel)
+
+    def _check_copies(self, copies: Copies) -> None:
+        if copies.out.dtype not in OUT_DTYPES:
+            raise ValueError(f"out must be float32, bfloat16 or float16, got {copies.out.dtype} (copies.out)")
+        self._check_tensor("copies.out", copies.out, copies.out.dtype, self.table.numel)
+        if copies.pair is not None:
+            if copies.scale == 0.0:
+                raise ValueError("pair is the copy perturbed by -scale * z: pass a scale with it (copies.pair)")
+            self._check_tensor("copies.pair", copies.pair, copies.out.dtype, self.table.numel)
+
+    def _check_pending(self, pending: Pending) -> None:
+        log, num_entries, groups = pending.log, pending.num_entries, pending.num_groups
+        capacity, width = log.shape
+        if log.dtype != torch.float32 or log.device != self._device or not log.is_contiguous():
+            raise ValueError(
+                f"log must be a contiguous float32 tensor on {self._device}, "
+                f"got {log.dtype} on {log.device} (pending.log)"
+            )
+        if not 0 <= num_entries <= capacity or pending.first_entry < 0:
             raise ValueError(
                 f"num_entries must be in [0, {capacity}], the log's capacity, and first_entry >= 0, "
-                f"got {self.num_entries} and {self.first_entry}: fold earlier (num_entries)"
+                f"got {num_entries} and {pending.first_entry}: fold earlier (pending)"
             )
-        groups = self.num_log_groups
-        if width != 1 + groups * (1 + self.num_directions) or groups < self.table.num_groups:
+        if width != 1 + groups * (1 + pending.num_directions) or groups < self.table.num_groups:
             raise ValueError(
-                f"a log row must have 1 + groups * (1 + {self.num_directions} directions) columns for at least "
-                f"{self.table.num_groups} groups, got {width}: pass the log's own num_directions (log)"
+                f"a log row must have 1 + groups * (1 + {pending.num_directions} directions) columns for at least "
+                f"{self.table.num_groups} groups, got {width}: pass the log's own num_directions (pending)"
             )
 
-    def _check_flat(self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype | None) -> None:
-        if tensor is not None:
-            self._check_tensor(name, tensor, dtype or tensor.dtype, self.table.numel)
+    @property
+    def _device(self) -> torch.device:
+        return self.source.storage.device
 
     def _check_tensor(self, name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> None:
-        if tensor.dtype != dtype or tensor.device != self.src.device or tensor.dim() != 1 or not tensor.is_contiguous():
+        if tensor.dtype != dtype or tensor.device != self._device or tensor.dim() != 1 or not tensor.is_contiguous():
             raise ValueError(
-                f"{name} must be a contiguous 1-D {dtype} tensor on {self.src.device}, "
+                f"{name} must be a contiguous 1-D {dtype} tensor on {self._device}, "
                 f"got {tensor.dim()}-D {tensor.dtype} on {tensor.device} ({name})"
             )
         if tensor.numel() < numel:

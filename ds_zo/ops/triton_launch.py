@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that are repeated often.
+"""Arguments of Triton kernels, and launches that are repeated often.
 
 [Note: direct launches] To find the compiled kernel for a launch, Triton inspects the types of all arguments, which
 takes longer than the launch. A repeated launch has arguments of the same types, so it calls the compiled kernel
@@ -9,17 +9,37 @@ anything is launched. From then on all launches use Triton's usual interface.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from deepspeed.utils import logger
 
-from ds_zo.ops.triton_ops import _raw
+from ds_zo.ops.philox import MASK32, split_seed
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 """Compiled kernels, by everything that Triton compiles them for. Emptied after one has raised TypeError."""
 _is_direct = True
 """Whether compiled kernels are called directly. False after one has raised TypeError."""
+_INTEGERS = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; bfloat16 and fp8 as integers of the same bits."""
+    dtype = _INTEGERS.get(tensor.dtype)
+    return tensor if dtype is None else tensor.view(dtype)
+
+
+def as_int32(value: int) -> int:
+    """The same 32 bits as a signed number, so that Triton compiles a kernel for one argument type only."""
+    value &= MASK32
+    return value - (1 << 32) if value >= 1 << 31 else value
+
+
+@lru_cache(maxsize=16)
+def key_words(seed: int) -> tuple[int, int]:
+    low, high = (as_int32(k) for k in split_seed(seed))
+    return low, high
 
 
 def launch(
@@ -48,7 +68,7 @@ def launch(
             return
         except TypeError as error:
             _stop_direct_launches(error)
-    compiled = kernel[grid](*map(_raw, tensors), *numbers, **constants, **options)  # None under the interpreter
+    compiled = kernel[grid](*map(as_integers, tensors), *numbers, **constants, **options)  # None under the interpreter
     if _is_direct:
         _compiled[key] = compiled
 

@@ -16,12 +16,10 @@ import triton
 import triton.language as tl
 
 from ds_zo.ops.formats import storage_format
-from ds_zo.ops.philox import split_seed
 from ds_zo.ops.rng import FOLD_DITHER_BITS
 from ds_zo.ops.triton_formats import dither_addend, load_values, nearest_addend, round_to, store_values
-from ds_zo.ops.triton_launch import launch
+from ds_zo.ops.triton_launch import as_int32, key_words, launch
 from ds_zo.ops.triton_noise import fold_lanes
-from ds_zo.ops.triton_ops import _as_int32
 
 LANES = 256
 PROGRAM_NUMEL = LANES * 8
@@ -225,7 +223,6 @@ def update_triton(
     flat = p if p.is_contiguous() else p.detach().contiguous()
     direction = direction.contiguous()
     seed, step, offset = (0, 0, 0) if dither is None else dither
-    low, high = split_seed(seed)
     shape = _shape(p)
     given = [flat if tensor is None else tensor for tensor in (coef, scale, rows, cols, residue)]
     clip = 0.0 if clip_value is None else float(clip_value)
@@ -233,7 +230,7 @@ def update_triton(
         _update_kernel,
         (-(-p.numel() // PROGRAM_NUMEL),),
         (flat, direction, *given, guards[0] if guards else flat, guards[-1] if guards else flat),
-        (p.numel(), *shape, offset, float(lr), float(decay), clip, _as_int32(low), _as_int32(high), _as_int32(step)),
+        (p.numel(), *shape, offset, float(lr), float(decay), clip, *key_words(seed), as_int32(step)),
         {
             "DROPPED": storage_format(p.dtype).dropped_bits,
             "U_DROPPED": storage_format(direction.dtype).dropped_bits,

@@ -23,8 +23,7 @@ import triton.language as tl
 
 from ds_zo.ops import triton_projectors as single
 from ds_zo.ops.formats import storage_format
-from ds_zo.ops.triton_launch import launch
-from ds_zo.ops.triton_ops import _as_int32
+from ds_zo.ops.triton_launch import as_int32, key_words, launch
 from ds_zo.ops.triton_projectors import gather_tile, update_rows
 
 MAX_BATCH = 16
@@ -247,7 +246,7 @@ class Updates:
 
 
 def dither_words(seed: int, step: int) -> tuple[int, int, int]:
-    return (*single.key_words(seed), _as_int32(step))
+    return (*key_words(seed), as_int32(step))
 
 
 _GatherKind = tuple[torch.dtype, bool, bool, bool, bool, bool]

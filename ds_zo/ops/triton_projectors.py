@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 
 from ds_zo.ops.formats import storage_format
-from ds_zo.ops.philox import split_seed
 from ds_zo.ops.rng import FOLD_DITHER_BITS
 from ds_zo.ops.triton_formats import dither_addend, load_values, nearest_addend, round_to, store_values
+from ds_zo.ops.triton_launch import as_int32, as_integers, key_words
 from ds_zo.ops.triton_noise import _FOLD, _interleave4, fold_elements, philox
-from ds_zo.ops.triton_ops import _as_int32, _raw
 
 MAX_UNROLL = 4
 """Most gathers that a thread has in flight."""
@@ -258,7 +257,7 @@ def gather_sum_triton(
     grid, rows_per_program = _gather_grid(count, num_cols, source.device)
     _gather_sum_kernel[grid](
         out,
-        _raw(source),
+        as_integers(source),
         rows,
         values,
         depth,
@@ -298,7 +297,7 @@ def apply_triton(
     low, high = key_words(seed)
     grid, rows_per_program = _apply_grid(num_rows, num_cols, W.device)
     _apply_kernel[grid](
-        _raw(weight),
+        as_integers(weight),
         U,
         indices,
         values,
@@ -310,7 +309,7 @@ def apply_triton(
         offset,
         low,
         high,
-        _as_int32(step),
+        as_int32(step),
         NONZEROS=indices.shape[1],
         UNROLL=unroll(indices.shape[1]),
         DROPPED=storage_format(W.dtype).dropped_bits,
@@ -348,12 +347,6 @@ def _apply_grid(num_rows: int, num_cols: int, device: torch.device) -> tuple[tup
     chunks = max(1, PROGRAMS_PER_MULTIPROCESSOR * num_multiprocessors(device) // num_slabs)
     rows_per_program = ceil_div(ceil_div(num_rows, chunks), SLAB_ROWS) * SLAB_ROWS
     return (ceil_div(num_rows, rows_per_program), num_slabs), rows_per_program
-
-
-@lru_cache(maxsize=16)
-def key_words(seed: int) -> tuple[int, int]:
-    low, high = (_as_int32(k) for k in split_seed(seed))
-    return low, high
 
 
 @cache

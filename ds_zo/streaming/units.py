@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.ops import mxfp4, nf4
+from ds_zo.ops import Planes, mxfp4, nf4
 from ds_zo.streaming.intercepted import intercept, stop_intercepting
 from ds_zo.streaming.streams import DONE, Event, Stream
 
@@ -55,16 +55,6 @@ class PlacedParameter:
 
     def view(self, plane: torch.Tensor) -> torch.Tensor:
         return plane[self.start : self.start + self.numel].view(self.shape)
-
-
-@dataclass
-class Planes:
-    """One part's tensors as views of a buffer: stored elements, group scales (None for formats without scales) and low
-    plane (None without one)."""
-
-    storage: torch.Tensor
-    scales: torch.Tensor | None = None
-    low: torch.Tensor | None = None
 
 
 @dataclass
@@ -115,8 +105,8 @@ class Part:
             for p in self.placed:
                 ops.dequantise_mxfp4_(p.view(out), self.stored(p, planes.storage), planes.scales[self.scales_of(p)])
         else:
-            table = self.table(out.device)
-            ops.replay_perturb(planes.storage, table=table, out=out, scales_in=planes.scales, seed=0, step=0)
+            nothing_random = ops.Noise(seed=0, step=0)
+            ops.replay_perturb(planes, table=self.table(out.device), noise=nothing_random, copies=ops.Copies(out))
 
     def decode_one_(self, memory: torch.Tensor, planes: Planes, placed: PlacedParameter) -> torch.Tensor:
         """Writes the values of one nf4 parameter to the first `decoded_nbytes` of `memory`, and returns them."""

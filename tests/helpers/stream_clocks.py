@@ -162,14 +162,18 @@ def clocked(monkeypatch: pytest.MonkeyPatch, *, deaf: Collection[tuple[str, str]
 def _noted(kernel: Callable[..., None]) -> Callable[..., None]:
     """On a CPU numpy is what reads and writes, which nothing dispatches."""
 
-    def run(source: torch.Tensor, **arguments: Any) -> None:
+    def run(
+        source: ops.Planes, *, store: ops.Store | None = None, copies: ops.Copies | None = None, **arguments: Any
+    ) -> None:
+        written = [] if copies is None else [copies.out, copies.pair]
+        if store is not None and store.to is not None:
+            written += vars(store.to).values()
         for races in Races.watching:
-            for name in ("low_in", "scales_in"):
-                races.note(arguments.get(name), writes=False)
-            races.note(source, writes=False)
-            for name in ("dst", "out", "pair", "low_out", "scales_out"):
-                races.note(arguments.get(name), writes=True)
-        kernel(source, **arguments)
+            for plane in vars(source).values():
+                races.note(plane, writes=False)
+            for plane in written:
+                races.note(plane, writes=True)
+        kernel(source, store=store, copies=copies, **arguments)
 
     return run
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ds_zo import ops
+from ds_zo.ops.schema import KernelCall
 
 FP8 = torch.float8_e4m3fn
 BF12 = torch.uint8
@@ -114,12 +115,22 @@ class Flat:
         low = self.low[at] if with_low and self.low is not None else None
         return ops.decode(self.storage[at], low, scales)
 
-    def planes(self, dst: Flat | None = None) -> dict[str, Any]:
-        """Arguments of `replay_perturb` that read this and write another (or nothing)."""
-        arguments: dict[str, Any] = {"table": self.table, "low_in": self.low, "scales_in": self.scales}
-        if dst is not None:
-            arguments |= {"dst": dst.storage, "low_out": dst.low, "scales_out": dst.scales}
-        return arguments
+    @property
+    def planes(self) -> ops.Planes:
+        return ops.Planes(self.storage, self.scales, self.low)
+
+    def call(
+        self,
+        to: Flat | None = None,
+        *,
+        pending: ops.Pending | None = None,
+        copies: ops.Copies | None = None,
+        fold: bool = False,
+        **noise: Any,
+    ) -> KernelCall:
+        """A call that reads this and stores to another (None: nothing). `noise`: fields of `ops.Noise`."""
+        store = None if to is None else ops.Store(to.planes, fold=fold)
+        return KernelCall(self.planes, self.table, ops.Noise(**noise), pending, store, copies)
 
 
 def covered(segments: tuple[ops.Segment, ...] = SEGMENTS) -> torch.Tensor:

@@ -36,24 +36,25 @@ SEED = 2**63 - 12345
 DISTRIBUTIONS = ("normal", "rademacher")
 
 LOG = make_log([(2**31 - 5, [0.999, 1.0], [1e-4, 2e-3]), (7, [0.99, 0.5], [-3e-3, 1e-4])], capacity=3, first=2)
-ENTRIES: dict[str, Any] = {"num_entries": 2, "first_entry": 2}
+Run = Callable[[KernelCall], None]
 
 
-def call_of(src: torch.Tensor, **arguments: Any) -> KernelCall:
-    defaults: dict[str, Any] = dict.fromkeys(
-        ["log", "dst", "out", "pair", "low_in", "low_out", "scales_in", "scales_out"], None
-    )
-    defaults |= {"num_entries": 0, "first_entry": 0, "num_directions": 1, "direction": 0, "scale": 0.0}
-    defaults |= {"seed": SEED, "step": 9, "distribution": "normal", "fold": False, "rounding": "stochastic"}
-    defaults |= {"as_stored": False}
-    call = KernelCall(src=src, **(defaults | arguments))
+def implementations(device: str) -> list[tuple[Run, str]]:
+    return [(replay_perturb_reference, "cpu"), (replay_perturb_triton, device)]
+
+
+def apply(run: Run, flat: Flat, to: Flat | None = None, **arguments: Any) -> None:
+    """Reads `flat`, and stores to `to` where it is given."""
+    checked(run, flat.call(to, **({"seed": SEED, "step": 9} | arguments)))
+
+
+def checked(run: Run, call: KernelCall) -> None:
     call.check()
-    return call
+    run(call)
 
 
-def apply(run: Callable[[KernelCall], None], flat: Flat, to: Flat | None = None, **arguments: Any) -> None:
-    """Reads `flat`, and writes `to` where it is given."""
-    run(call_of(flat.storage, **flat.planes(to), **arguments))
+def pending_on(where: str) -> ops.Pending:
+    return ops.Pending(LOG.to(where), first_entry=2, num_entries=2)
 
 
 def both(
@@ -63,15 +64,17 @@ def both(
     out: torch.dtype,
     segments: tuple[ops.Segment, ...] = SMALL_SEGMENTS,
     master: bool = False,
+    replays: bool = True,
+    scale: float,
     **arguments: Any,
 ) -> tuple[tuple[Flat, torch.Tensor], tuple[Flat, torch.Tensor]]:
     """(flat, out) of the reference and of the kernel for the same call in place."""
     results = []
-    for run, where in ((replay_perturb_reference, "cpu"), (replay_perturb_triton, device)):
+    for run, where in implementations(device):
         flat = Flat.make(dtype, master=master, device=where, segments=segments)
         copy = torch.full_like(flat.storage, CANARY, dtype=out)
-        moved = {k: v.to(where) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
-        apply(run, flat, flat, out=copy, **moved)
+        pending = pending_on(where) if replays else None
+        apply(run, flat, flat, pending=pending, copies=ops.Copies(copy, scale=scale), **arguments)
         results.append((flat.to("cpu"), copy.cpu()))
     return results[0], results[1]
 
@@ -137,6 +140,7 @@ def check_noise(device: str) -> None:
             device,
             out=torch.float32,
             segments=SEGMENTS,
+            replays=False,
             scale=1.0,
             direction=2,
             distribution=distribution,
@@ -157,8 +161,6 @@ def check_all_formats(device: str) -> None:
             dtype,
             device,
             out=out,
-            log=LOG,
-            **ENTRIES,
             scale=1e-3,
             distribution=distribution,
             fold=fold,
@@ -202,17 +204,16 @@ def _compare(
 
 def check_rounding_is_the_reference_bit_for_bit(device: str) -> None:
     """Masters of every binade, subnormals among them, stored without their low planes: no noise that could differ."""
-    roundings = ({"fold": True}, {}, {"rounding": "nearest"})
+    roundings: tuple[dict[str, Any], ...] = ({"fold": True}, {}, {"rounding": "nearest"})
     for dtype, options in product((torch.bfloat16, torch.float16, FP8, BF12), roundings):
         found = []
-        for run, where in ((replay_perturb_reference, "cpu"), (replay_perturb_triton, device)):
+        for run, where in implementations(device):
             flat = Flat.make(dtype, master=True, device=where, segments=SMALL_SEGMENTS)
             assert flat.low is not None
             flat.low.copy_(torch.randint(-(2**15), 2**15, flat.low.shape, generator=torch.Generator().manual_seed(5)))
             flat.low[(flat.storage.view(torch.uint8).view(len(flat.low), -1)[:, -1] & 0x7F) == 0] = 0  # near zero
             to = flat.clone()
-            planes = flat.planes(to) | {"low_out": None}
-            run(call_of(flat.storage, **planes, **options))
+            apply(run, flat, replace(to, low=None), **options)
             found.append(to.to("cpu"))
         expected, got = found
         for s in SMALL_SEGMENTS:
@@ -223,9 +224,7 @@ def check_rounding_is_the_reference_bit_for_bit(device: str) -> None:
 
 def check_split(device: str) -> None:
     for dtype in (torch.bfloat16, torch.float16, FP8, BF12):
-        (flat_a, out_a), (flat_b, out_b) = both(
-            dtype, device, master=True, out=torch.bfloat16, log=LOG, **ENTRIES, scale=1e-3, fold=True
-        )
+        (flat_a, out_a), (flat_b, out_b) = both(dtype, device, master=True, out=torch.bfloat16, scale=1e-3, fold=True)
         for s in SMALL_SEGMENTS:
             masters = flat_a.values(s, with_low=True), flat_b.values(s, with_low=True)
             assert torch.allclose(*masters, rtol=1e-5 if dtype == FP8 else 1e-6, atol=1e-8), f"{dtype} {s}"
@@ -245,8 +244,7 @@ def check_split_is_exact(device: str) -> None:
         exact.storage[s.start : s.start + s.numel] = start.values(s, with_low=True)
     flat, exact = start.to(device), exact.to(device)
     for target in (flat, exact):
-        log = LOG.to(device)
-        apply(replay_perturb_triton, target, target, log=log, **ENTRIES, fold=True)
+        apply(replay_perturb_triton, target, target, pending=pending_on(device), fold=True)
     flat, exact = flat.to("cpu"), exact.to("cpu")
     for s in SMALL_SEGMENTS:
         assert torch.equal(flat.values(s, with_low=True), exact.values(s))
@@ -256,33 +254,34 @@ def check_replay_equals_folds(device: str) -> None:
     """k entries at once, with a perturbed copy, are k folds of one entry, bit for bit."""
     directions = 2
     rows = [(i + 5, [1 - 1e-3 * i, 1.0], [1e-3 * (d - i) for d in range(2 * directions)]) for i in range(3)]
-    log = make_log(rows).to(device)
+    pending = ops.Pending(make_log(rows).to(device), first_entry=0, num_entries=3, num_directions=directions)
     at_once, one_by_one = (Flat.make(torch.float32, device=device, segments=SMALL_SEGMENTS) for _ in range(2))
     copy = torch.zeros_like(at_once.storage)
-    shared: dict[str, Any] = {"log": log, "num_directions": directions}
-    apply(replay_perturb_triton, at_once, at_once, **shared, num_entries=3, out=copy, scale=1e-3, step=20)
+    copies = ops.Copies(copy, scale=1e-3)
+    apply(replay_perturb_triton, at_once, at_once, pending=pending, copies=copies, step=20)
     for i in range(3):
-        apply(replay_perturb_triton, one_by_one, one_by_one, **shared, num_entries=1, first_entry=i, fold=True, step=i)
+        one = replace(pending, first_entry=i, num_entries=1)
+        apply(replay_perturb_triton, one_by_one, one_by_one, pending=one, fold=True, step=i)
     assert torch.equal(at_once.storage, one_by_one.storage)
     only_copy = torch.zeros_like(copy)
-    apply(replay_perturb_triton, one_by_one, out=only_copy, scale=1e-3, step=20, num_directions=directions)
+    apply(replay_perturb_triton, one_by_one, copies=ops.Copies(only_copy, scale=1e-3), step=20)
     assert torch.equal(copy, only_copy)
 
 
 def check_pair(device: str) -> None:
     """Both copies at once, stored or as if stored, are a store and two perturbing calls on it, bit for bit."""
-    for run, where in ((replay_perturb_reference, "cpu"), (replay_perturb_triton, device)):
+    for run, where in implementations(device):
         for dtype, distribution in (*product(FORMATS, ("normal",)), (FP8, "rademacher")):
             flat = Flat.make(dtype, device=where, segments=SMALL_SEGMENTS)
             out = torch.float32 if dtype == torch.float32 else torch.bfloat16
             copies = [torch.full_like(flat.storage, CANARY, dtype=out) for _ in range(6)]
-            pending: dict[str, Any] = {"log": LOG.to(where), **ENTRIES, "distribution": distribution}
-            unstored = {"as_stored": True, "out": copies[0], "pair": copies[1], "scale": 1e-3}
-            apply(run, flat, **pending, **unstored)
+            pending: dict[str, Any] = {"pending": pending_on(where), "distribution": distribution}
+            unstored = flat.call(seed=SEED, step=9, copies=ops.Copies(copies[0], copies[1], scale=1e-3), **pending)
+            checked(run, replace(unstored, store=ops.AS_STORED))
             apart, at_once = flat.clone(), flat.clone()
-            apply(run, at_once, at_once, **pending, out=copies[2], pair=copies[3], scale=1e-3)
-            apply(run, apart, apart, **pending, out=copies[4], scale=1e-3)
-            apply(run, apart, out=copies[5], scale=-1e-3, distribution=distribution)
+            apply(run, at_once, at_once, **pending, copies=ops.Copies(copies[2], copies[3], scale=1e-3))
+            apply(run, apart, apart, **pending, copies=ops.Copies(copies[4], scale=1e-3))
+            apply(run, apart, copies=ops.Copies(copies[5], scale=-1e-3), distribution=distribution)
             assert torch.equal(at_once.storage.float(), apart.storage.float()), f"{dtype} {where}"
             assert at_once.scales is None or torch.equal(at_once.scales, apart.scales), f"{dtype} {where}"
             for first, second in ((0, 4), (1, 5), (2, 4), (3, 5)):
@@ -293,7 +292,7 @@ def check_still(device: str) -> None:
     """A row without noise, across lanes, in a segment of whole lanes and in a ragged one; the rest as without it."""
     still = tuple(replace(s, still=(s.offset + 37, s.offset + 141)) for s in SMALL_SEGMENTS)
     for dtype in FORMATS:
-        moving: dict[str, Any] = {"log": LOG, **ENTRIES, "scale": 1e-2, "master": True, "fold": True}
+        moving: dict[str, Any] = {"scale": 1e-2, "master": True, "fold": True}
         a, b = both(dtype, device, out=torch.float32, segments=still, **moving)
         _compare(a, b, dtype, torch.float32, f"{dtype} still")
         _, free = both(dtype, device, out=torch.float32, **moving)
@@ -323,7 +322,7 @@ def check_special_values(device: str) -> None:
     table = ops.build_table([ops.Segment(start=0, numel=256, offset=0)], device)
     for dtype in (torch.bfloat16, torch.float16):
         out = torch.zeros(256, dtype=dtype, device=device)
-        replay_perturb_triton(call_of(special.to(device), table=table, out=out, scale=1e-30))
+        apply(replay_perturb_triton, Flat(special.to(device), None, None, table), copies=ops.Copies(out, scale=1e-30))
         got = out.cpu().view(32, 8)[:, [0, 1, 2, 3, 5]].float()
         assert got[:, [0, 1, 4]].isnan().all()
         assert torch.all(got[:, 2] == float("inf"))

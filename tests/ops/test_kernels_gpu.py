@@ -45,7 +45,7 @@ def test_seeds_steps_and_scales_do_not_recompile() -> None:
     numel = 8192
     table = ops.build_table([ops.Segment(start=0, numel=numel, offset=0)], "cuda")
     theta = torch.zeros(numel, dtype=torch.bfloat16, device="cuda")
-    out, log = torch.empty_like(theta), torch.zeros(8, 3, device="cuda")
+    planes, out, log = ops.Planes(theta), torch.empty_like(theta), torch.zeros(8, 3, device="cuda")
 
     def num_compiled() -> int:
         return sum(len(cache[0]) for cache in _replay_perturb_kernel.device_caches.values())
@@ -53,16 +53,12 @@ def test_seeds_steps_and_scales_do_not_recompile() -> None:
     counts = []
     for seed, step, entries, scale in ((0, 1, 1, 1.0), (2**63 - 1, 2**31 + 1, 8, 1e-3), (2**32, 16, 2, -1e-3)):
         ops.replay_perturb(
-            theta,
+            planes,
             table=table,
-            dst=theta,
-            out=out,
-            log=log,
-            num_entries=entries,
-            first_entry=entries,
-            seed=seed,
-            step=step,
-            scale=scale,
+            noise=ops.Noise(seed, step),
+            pending=ops.Pending(log, first_entry=entries, num_entries=entries),
+            store=ops.Store(planes),
+            copies=ops.Copies(out, scale=scale),
         )
         counts.append(num_compiled())
     assert counts[0] == counts[1] == counts[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.ops.flat_cases import BF12, CANARY, FP8, SEGMENTS, STORAGE_DTYPES, Fl
 
 SEED = 2**62 + 5
 TRAINABLE = [s for s in SEGMENTS if s.trainable]
+BF16, F32 = torch.zeros(256, dtype=torch.bfloat16), torch.zeros(256)
 FROZEN = [s for s in SEGMENTS if not s.trainable]
 
 
@@ -28,7 +30,14 @@ def z_of(
 
 def replay(flat: Flat, to: Flat | None = None, **arguments: Any) -> None:
     """Reads `flat`, and writes `to` where it is given."""
-    ops.replay_perturb(flat.storage, **flat.planes(to), seed=SEED, **arguments)
+    call = flat.call(to, seed=SEED, **arguments)
+    ops.replay_perturb(
+        call.source, table=call.table, noise=call.noise, pending=call.pending, store=call.store, copies=call.copies
+    )
+
+
+def entries_of(rows: list[tuple[int, list[float], list[float]]], directions: int = 1) -> ops.Pending:
+    return ops.Pending(make_log(rows), first_entry=0, num_entries=len(rows), num_directions=directions)
 
 
 def rows_of(num_entries: int, directions: int = 1) -> list[tuple[int, list[float], list[float]]]:
@@ -49,14 +58,10 @@ def test_float32_replay_and_perturb_are_the_formula(directions: int, distributio
     replay(
         flat,
         flat,
-        log=make_log(rows, capacity=5, first=4),
-        num_entries=2,
-        first_entry=4,
-        num_directions=directions,
-        out=out,
+        pending=ops.Pending(make_log(rows, capacity=5, first=4), 4, num_entries=2, num_directions=directions),
+        copies=ops.Copies(out, scale=-1e-3),
         step=9,
         direction=directions - 1,
-        scale=-1e-3,
         distribution=distribution,
     )
     for s in TRAINABLE:
@@ -72,12 +77,11 @@ def test_float32_replay_and_perturb_are_the_formula(directions: int, distributio
 
 @pytest.mark.parametrize("directions", [1, 3])
 def test_replaying_k_entries_equals_k_folds_bit_for_bit(directions: int) -> None:
-    log = make_log(rows_of(5, directions))
+    pending = entries_of(rows_of(5, directions), directions)
     at_once, one_by_one = Flat.make(torch.float32), Flat.make(torch.float32)
-    shared: dict[str, Any] = {"log": log, "num_directions": directions}
-    replay(at_once, at_once, **shared, num_entries=5, step=20)
+    replay(at_once, at_once, pending=pending, step=20)
     for i in range(5):
-        replay(one_by_one, one_by_one, **shared, num_entries=1, first_entry=i, step=i, fold=True)
+        replay(one_by_one, one_by_one, pending=replace(pending, first_entry=i, num_entries=1), step=i, fold=True)
     assert torch.equal(at_once.storage, one_by_one.storage)
 
 
@@ -88,8 +92,7 @@ def test_result_does_not_depend_on_how_the_flat_is_cut_into_runs(monkeypatch: py
     for run_numel in (256, 1024, 65536):
         monkeypatch.setattr(reference, "RUN_NUMEL", run_numel)
         flat = Flat.make(torch.bfloat16)
-        log = make_log(rows_of(1))
-        replay(flat, flat, log=log, num_entries=1, step=4, fold=True)
+        replay(flat, flat, pending=entries_of(rows_of(1)), step=4, fold=True)
         results.append(flat.storage.view(torch.int16))
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -103,7 +106,7 @@ def test_result_does_not_depend_on_the_number_of_threads() -> None:
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
             out = torch.zeros_like(flat.storage)
-            replay(flat, out=out, step=1, scale=1e-3)
+            replay(flat, copies=ops.Copies(out, scale=1e-3), step=1)
             outs.append(out)
     finally:
         torch.set_num_threads(before)
@@ -114,8 +117,7 @@ def test_result_does_not_depend_on_the_number_of_threads() -> None:
 def test_a_skipped_step_changes_nothing(dtype: torch.dtype) -> None:
     flat = Flat.make(dtype)
     before = flat.clone()
-    log = make_log([(5, [1.0, 1.0], [0.0, 0.0])])
-    replay(flat, flat, log=log, num_entries=1, step=6, fold=True)
+    replay(flat, flat, pending=entries_of([(5, [1.0, 1.0], [0.0, 0.0])]), step=6, fold=True)
     for segment in SEGMENTS:
         assert torch.equal(flat.values(segment), before.values(segment))
     if flat.scales is not None and before.scales is not None:
@@ -131,8 +133,8 @@ def test_frozen_segments_are_copied_and_padding_is_untouched(dtype: torch.dtype,
         if plane is not None:
             plane.fill_(CANARY)
     out = torch.full_like(source.storage, CANARY, dtype=torch.float32)
-    log = make_log(rows_of(2))
-    replay(source, target, log=log, num_entries=2, out=out, step=9, scale=1.0, fold=True)
+    pending = entries_of(rows_of(2))
+    replay(source, target, pending=pending, copies=ops.Copies(out, scale=1.0), step=9, fold=True)
     for s in FROZEN:
         assert torch.equal(target.values(s, with_low=True), source.values(s, with_low=True))
         assert torch.equal(out[part(s)], source.values(s))
@@ -151,10 +153,10 @@ def test_split_master_follows_float32_bit_for_bit(dtype: torch.dtype) -> None:
     flat, exact = Flat.make(dtype, master=True), Flat.make(torch.float32)
     for s in SEGMENTS:
         exact.storage[part(s)] = flat.values(s, with_low=True)
-    log = make_log([(i, [1 - 1e-5, 1.0], [1e-5, 2e-5]) for i in range(6)])
     for i in range(6):
+        pending = entries_of([(i, [1 - 1e-5, 1.0], [1e-5, 2e-5])])
         for target in (flat, exact):
-            replay(target, target, log=log, num_entries=1, first_entry=i, step=i, fold=True)
+            replay(target, target, pending=pending, step=i, fold=True)
     for s in SEGMENTS:
         if dtype == torch.bfloat16:
             assert torch.equal(flat.values(s, with_low=True), exact.values(s))
@@ -173,8 +175,7 @@ def test_stochastic_folds_follow_small_updates_in_the_mean_and_nearest_does_not(
     for rounding in ("stochastic", "nearest"):
         flat = Flat.of(torch.full((numel,), 1.25), dtype)
         for i in range(folds):
-            log = make_log([(i, [decay], [0.0])])
-            replay(flat, flat, log=log, num_entries=1, step=i, fold=fold, rounding=rounding)
+            replay(flat, flat, pending=entries_of([(i, [decay], [0.0])]), step=i, fold=fold, rounding=rounding)
         drift[rounding] = (ops.decode(flat.storage, None, flat.scales) - 1.25).mean().item()
     expected = 1.25 * (decay**folds - 1)
     spread = ulp * (folds * 0.25 / numel) ** 0.5
@@ -193,7 +194,8 @@ def test_perturbed_bf16_copies_are_unbiased_and_both_twins_round_alike(distribut
         twins = []
         for scale in (eps, -eps):
             out = torch.empty(numel, dtype=torch.bfloat16)
-            replay(theta, out=out, step=3, scale=scale, distribution=distribution, rounding=rounding)
+            copies = ops.Copies(out, scale=scale)
+            replay(theta, copies=copies, step=3, distribution=distribution, rounding=rounding)
             twins.append(out.float())
         return twins[0] - twins[1]
 
@@ -210,10 +212,9 @@ def test_dst_and_copy_use_what_was_stored() -> None:
     """A later call on the stored base gives the copy that the first call gave: q directions share one base."""
     flat = Flat.make(torch.bfloat16)
     slot = flat.clone()
-    log = make_log(rows_of(2))
     first, second = (torch.zeros_like(flat.storage) for _ in range(2))
-    replay(flat, slot, log=log, num_entries=2, out=first, step=9, scale=1e-3)
-    replay(slot, out=second, step=9, scale=1e-3)
+    replay(flat, slot, pending=entries_of(rows_of(2)), copies=ops.Copies(first, scale=1e-3), step=9)
+    replay(slot, copies=ops.Copies(second, scale=1e-3), step=9)
     assert torch.equal(first, second)
     assert not torch.equal(flat.storage, slot.storage)
 
@@ -221,8 +222,7 @@ def test_dst_and_copy_use_what_was_stored() -> None:
 def test_master_is_not_what_gets_perturbed() -> None:
     flat = Flat.make(torch.bfloat16, master=True)
     out = torch.zeros_like(flat.storage, dtype=torch.float32)
-    log = make_log(rows_of(1))
-    replay(flat, flat, log=log, num_entries=1, out=out, step=9, fold=True)
+    replay(flat, flat, pending=entries_of(rows_of(1)), copies=ops.Copies(out), step=9, fold=True)
     for s in TRAINABLE:
         assert torch.equal(out[part(s)], flat.values(s))
         assert not torch.equal(out[part(s)], flat.values(s, with_low=True))
@@ -236,8 +236,8 @@ def test_bf12_rounds_and_perturbs_as_bfloat16_does(fold: bool) -> None:
     for dtype in (torch.bfloat16, BF12):
         flat = Flat.of(x, dtype, offset=8)
         out, pair = (torch.zeros(len(flat.storage), dtype=torch.bfloat16) for _ in range(2))
-        log = make_log([(4, [0.999], [1e-3])])
-        replay(flat, flat, log=log, num_entries=1, step=9, out=out, pair=pair, scale=1e-3, fold=fold)
+        pending = entries_of([(4, [0.999], [1e-3])])
+        replay(flat, flat, pending=pending, copies=ops.Copies(out, pair, scale=1e-3), step=9, fold=fold)
         found.append([plane[:5000] for plane in (out, pair, ops.decode(flat.storage, None, flat.scales))])
     same = found[0][2].abs() > 0.1 * 2.0**-13
     assert same.float().mean() > 0.99
@@ -254,8 +254,7 @@ def test_exponents_grow_on_overflow_and_never_shrink(dtype: torch.dtype) -> None
     first = exponents.clone()
 
     def fold(decay: float, coefficient: float, step: int) -> None:
-        log = make_log([(step, [decay], [coefficient])])
-        replay(flat, flat, log=log, num_entries=1, step=step, fold=True)
+        replay(flat, flat, pending=entries_of([(step, [decay], [coefficient])]), step=step, fold=True)
 
     fold(0.25, 0.0, 1)
     assert torch.equal(exponents, first)
@@ -268,24 +267,26 @@ def test_exponents_grow_on_overflow_and_never_shrink(dtype: torch.dtype) -> None
     torch.testing.assert_close(ops.decode(flat.storage, None, flat.scales)[512:], -1e-3 * z, rtol=0.13, atol=1e-5)
 
 
+def pending_of(log: torch.Tensor, num_entries: int, **more: int) -> dict[str, Any]:
+    return {"pending": ops.Pending(log, 0, num_entries, **more)}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dst": torch.zeros(256)}, "dst must be a contiguous 1-D torch.bfloat16"),
-        ({"out": torch.zeros(100)}, "out must have at least 256 elements"),
-        ({"out": torch.zeros(256, dtype=torch.float64)}, "out must be float32, bfloat16 or float16"),
-        ({"low_out": torch.zeros(256, dtype=torch.int16)}, "pass dst with it"),
-        ({"num_entries": 1}, "no log was passed"),
-        ({"num_entries": 3, "log": torch.zeros(2, 3)}, r"num_entries must be in \[0, 2\]"),
-        (
-            {"num_entries": 1, "log": torch.zeros(2, 5), "num_directions": 2},
-            "pass the log's own num_directions",
-        ),
-        ({"num_entries": 1, "log": torch.zeros(2, 4)}, "a log row must have"),
-        ({"scales_in": torch.zeros(1, dtype=torch.int8)}, "scales_in must be passed with float8"),
+        ({"store": ops.Store(ops.Planes(F32))}, "store.to.storage must be a contiguous 1-D torch.bfloat16"),
+        ({"store": ops.Store(ops.Planes(BF16, low=F32))}, "store.to.low must be a contiguous 1-D torch.int16"),
+        ({"store": ops.Store(ops.Planes(BF16, scales=F32))}, "scales must be passed with float8"),
+        ({"source": ops.Planes(F32, low=BF16.view(torch.int16))}, "float32 storage drops no bits"),
+        ({"copies": ops.Copies(F32[:100])}, "copies.out must have at least 256 elements"),
+        ({"copies": ops.Copies(F32.double())}, "out must be float32, bfloat16 or float16"),
+        ({"copies": ops.Copies(F32, F32)}, "pass a scale with it"),
+        (pending_of(torch.zeros(2, 3), 3), r"num_entries must be in \[0, 2\]"),
+        (pending_of(torch.zeros(2, 5), 1, num_directions=2), "pass the log's own num_directions"),
+        (pending_of(torch.zeros(2, 4), 1), "a log row must have"),
     ],
 )
 def test_wrong_arguments_are_named(change: dict[str, Any], message: str) -> None:
     table = ops.build_table([ops.Segment(start=0, numel=256, offset=0)], "cpu")
     with pytest.raises(ValueError, match=message):
-        ops.replay_perturb(torch.zeros(256, dtype=torch.bfloat16), table=table, seed=0, step=0, **change)
+        ops.replay_perturb(**{"source": ops.Planes(BF16), "table": table, "noise": ops.Noise(seed=0, step=0), **change})

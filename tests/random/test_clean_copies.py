@@ -75,9 +75,9 @@ def num_replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Its one number counts launches that replay updates."""
     count, plain = [0], ops.replay_perturb
 
-    def counted(*args: Any, num_entries: int = 0, **keywords: Any) -> None:
-        count[0] += num_entries > 0
-        plain(*args, num_entries=num_entries, **keywords)
+    def counted(*args: Any, pending: ops.Pending | None = None, **keywords: Any) -> None:
+        count[0] += pending is not None and pending.num_entries > 0
+        plain(*args, pending=pending, **keywords)
 
     monkeypatch.setattr(ops, "replay_perturb", counted)
     yield count

@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ds_zo.ops import Planes
 from ds_zo.streaming.intercepted import is_harmless, parameters_in, without_interception
-from ds_zo.streaming.units import Part, PlacedParameter, Planes, Unit
+from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
 _PRODUCTS: frozenset[Callable[..., Any]] = frozenset({F.linear, torch.addmm, torch.mm, torch.bmm, torch.matmul})
 """Functions whose results never share memory with a weight. GPT-2's layers call addmm."""

@@ -25,11 +25,12 @@ from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBl
 from ds_zo.backends.recompute.blocks import refuse_router_logits
 from ds_zo.backends.recompute.wrapping import RecomputedBlocks, forward_pass
 from ds_zo.config import Resolved
+from ds_zo.ops import Planes
 from ds_zo.records.environment import host_free_bytes
 from ds_zo.streaming.budget import budget_nbytes, decodes_by_matrix, decoding_nbytes
 from ds_zo.streaming.loading import forget_source, has_source, put_back
 from ds_zo.streaming.runtime import Slot
-from ds_zo.streaming.units import PlacedParameter, Planes, Unit
+from ds_zo.streaming.units import PlacedParameter, Unit
 
 _ROOM = 3
 """Decoded copies of a unit that must fit free host memory before it is decoded."""

@@ -18,7 +18,7 @@ from ds_zo.backends.common.frozen_format import plan_frozen_format
 from ds_zo.backends.common.startup import StartupSummary, formats_of, summary_of_blocks
 from ds_zo.backends.zo.buffers import ZOBuffers
 from ds_zo.backends.zo.clean_copies import CleanCopies
-from ds_zo.backends.zo.materialise import Materialiser, Noise
+from ds_zo.backends.zo.materialise import Materialiser, Perturbation
 from ds_zo.backends.zo.ranks import Ranks
 from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
 from ds_zo.backends.zo.step_time import (
@@ -61,7 +61,7 @@ class ZOBlockStore(BlockStore):
         self._first_direction = ranks.first_direction
         rounding = config.section.rounding
         assert rounding != "kahan"
-        self.noise = Noise(settings.seed, settings.zo_eps, settings.distribution, rounding)
+        self.perturbation = Perturbation(settings.seed, settings.zo_eps, settings.distribution, rounding)
         placement = plan_frozen_format(
             module,
             param_groups,
@@ -142,7 +142,7 @@ class ZOBlockStore(BlockStore):
             self.placement,
             self.runtime,
             self.log,
-            noise=self.noise,
+            perturbation=self.perturbation,
             interval=self.interval,
             num_passes=self._num_passes,
             pairs=buffers.pairs(self.num_resident),

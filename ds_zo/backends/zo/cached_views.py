@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from ds_zo.streaming.units import Planes, Unit
+from ds_zo.ops import Planes
+from ds_zo.streaming.units import Unit
 
 _T = TypeVar("_T")
 

@@ -126,9 +126,9 @@ class ZOCheckpoint:
         return {
             "step": block_store.log.length,
             "noise_version": ops.NOISE_VERSION,
-            "seed": block_store.noise.seed,
-            "distribution": block_store.noise.distribution,
-            "rounding": block_store.noise.rounding,
+            "seed": block_store.perturbation.seed,
+            "distribution": block_store.perturbation.distribution,
+            "rounding": block_store.perturbation.rounding,
             "num_directions": block_store.log.num_directions,
             "num_groups": block_store.log.num_groups,
             "interval": block_store.interval,

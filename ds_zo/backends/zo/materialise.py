@@ -32,17 +32,20 @@ from ds_zo.backends.zo.step_time import TimedForward
 from ds_zo.streaming.fold_schedule import due
 from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.runtime import Runtime, Slot
-from ds_zo.streaming.units import Planes, Unit
+from ds_zo.streaming.units import Unit
 
 
 @dataclass(frozen=True)
-class Noise:
+class Perturbation:
     """The parts of the perturbation that stay fixed for a whole run."""
 
     seed: int
     zo_eps: float
     distribution: ops.Distribution
     rounding: ops.Rounding
+
+    def noise(self, *, step: int, direction: int) -> ops.Noise:
+        return ops.Noise(self.seed, step, direction, self.distribution, self.rounding)
 
 
 class Materialiser:
@@ -57,7 +60,7 @@ class Materialiser:
         runtime: Runtime,
         log: ReplayLog,
         *,
-        noise: Noise,
+        perturbation: Perturbation,
         interval: int,
         num_passes: int,
         pairs: bool,
@@ -71,7 +74,7 @@ class Materialiser:
         """Index of the first noise direction that this rank evaluates."""
         self.runtime = runtime
         self.log = log
-        self.noise = noise
+        self.perturbation = perturbation
         self.interval = interval
         self.device = device
         scratch_nbytes = placement.pair_scratch_nbytes if pairs else placement.scratch_nbytes
@@ -395,9 +398,9 @@ class Materialiser:
     def _apply(
         self,
         unit: Unit,
-        source: Sequence[Planes],
+        source: Sequence[ops.Planes],
         *,
-        stored: Sequence[Planes] | None = None,
+        stored: Sequence[ops.Planes] | None = None,
         outs: Sequence[torch.Tensor | None] | None = None,
         pair: torch.Tensor | None = None,
         index: int | None = None,
@@ -409,8 +412,9 @@ class Materialiser:
         the pass (two per direction, + then -); None makes a copy without noise. Without `decodes`, frozen parameters
         are in `outs` already: all passes over a block share them."""
         pair_outs = None if pair is None else self._cached.outs(unit, self.scratch, pair)
-        step = self.log.length
         direction, sign = (0, 0.0) if index is None else (self._first_direction + index // 2, 1.0 - 2.0 * (index % 2))
+        noise = self.perturbation.noise(step=self.log.length, direction=direction)
+        updates = self.log.newest(pending)
         for i, part in enumerate(unit.parts):
             if part.direct:
                 continue
@@ -419,29 +423,15 @@ class Materialiser:
                 if out is not None and decodes:
                     part.decode_(out, source[i])
                 continue
-            dst = None if stored is None else stored[i]
-            if out is None and dst is None:
+            store = copies = None
+            if stored is not None:
+                store = ops.Store(stored[i], fold=fold)
+            elif out is None:
                 continue
-            ops.replay_perturb(
-                source[i].storage,
-                table=part.table(self.device),
-                log=self.log.rows,
-                first_entry=(step - pending) % CAPACITY,
-                num_entries=pending,
-                num_directions=self.log.num_directions,
-                dst=None if dst is None else dst.storage,
-                out=out,
-                pair=None if pair_outs is None else pair_outs[i],
-                as_stored=self._as_stored and index is not None and dst is None and pending > 0,
-                low_in=source[i].low,
-                low_out=None if dst is None else dst.low,
-                scales_in=source[i].scales,
-                scales_out=None if dst is None else dst.scales,
-                seed=self.noise.seed,
-                step=step,
-                direction=direction,
-                scale=sign * self.noise.zo_eps,
-                distribution=self.noise.distribution,
-                fold=fold,
-                rounding=self.noise.rounding,
-            )
+            elif self._as_stored and index is not None and pending > 0:
+                store = ops.AS_STORED
+            if out is not None:
+                pair_out = None if pair_outs is None else pair_outs[i]
+                copies = ops.Copies(out, pair_out, scale=sign * self.perturbation.zo_eps)
+            table = part.table(self.device)
+            ops.replay_perturb(source[i], table=table, noise=noise, pending=updates, store=store, copies=copies)

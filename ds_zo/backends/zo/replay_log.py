@@ -13,6 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ds_zo import ops
+
 CAPACITY = 64
 """Number of entries that are kept. A unit that lags this far behind must fold."""
 
@@ -41,6 +43,10 @@ class ReplayLog:
         """Appends an entry that an earlier run logged."""
         self.rows[self.length % CAPACITY].copy_(row)
         self.length += 1
+
+    def newest(self, num_entries: int) -> ops.Pending:
+        """The newest entries, to be replayed."""
+        return ops.Pending(self.rows, (self.length - num_entries) % CAPACITY, num_entries, self.num_directions)
 
     def num_skipped(self, rows: torch.Tensor) -> int:
         """The number of entries among `rows` whose steps were skipped (`append`)."""
