@@ -228,7 +228,7 @@ def _no_lsp_copies(backend: LSPBackend) -> Iterator[None]:
     with (
         patch.object(Transfers, "upload", upload),
         patch.object(Copy, "issue", issue_nothing),
-        patch.object(HostGroup, "_gradient_pairs", lambda group, whole: []),
+        patch.object(HostGroup, "_gradient_pairs", lambda group, job, whole: []),
     ):
         yield
         backend.apply_pending_updates()

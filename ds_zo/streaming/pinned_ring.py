@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ds_zo.streaming.streams import CudaStream, Stream
+from ds_zo.streaming.streams import DONE, CudaStream, Stream
 
 RING_NBYTES = 256 * 2**20
 """Pinned memory of a ring. A system that refuses it is asked for half as much, and so on."""
@@ -83,7 +83,7 @@ class PinnedRing:
         assert len(slices) >= 2 and len({chunk.numel() for chunk in slices}) == 1
         self._slices = list(slices)
         self._device = device
-        self._sent: list[Any] = [None] * len(slices)
+        self._sent: list[Any] = [DONE] * len(slices)
         """By slice: the event after its last copy to the device."""
         self._next = 0
         self._error: BaseException | None = None
@@ -136,8 +136,7 @@ class PinnedRing:
             if len(filling) == len(self._slices) // 2:
                 self._send(*filling.popleft())
             index, self._next = self._next, (self._next + 1) % len(self._slices)
-            if self._sent[index] is not None:
-                self._sent[index].synchronize()
+            self._sent[index].synchronize()
             staged = self._slices[index][: chunk.numel()]
             filling.append((self._copiers.submit(_copy, staged, chunk), index, target, staged))
         while filling:

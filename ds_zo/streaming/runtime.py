@@ -299,10 +299,15 @@ class Runtime:
     @contextmanager
     def updating(self, unit: Unit) -> Iterator[torch.Tensor]:
         """Context in which the current stream may change the unit's `store_buffer`, which is on the device: it waits
-        for all uploads issued so far, and later uploads wait for it. Yields the buffer."""
+        for all uploads issued so far, and later uploads wait for it. Yields the buffer.
+
+        After an error some bytes may be changed. The unit's version rises nevertheless: no slot holds these bytes, and
+        all ranks gather the unit again."""
         self.streams.compute.wait_stream(self.streams.upload)
-        yield unit.store_buffer
-        unit.folded(unit.version + 1, stream=self.streams.compute)
+        try:
+            yield unit.store_buffer
+        finally:
+            unit.folded(unit.version + 1, stream=self.streams.compute)
 
     def abandon(self, slot: Slot) -> None:
         """A use of the slot was interrupted. The next upload waits for the kernels that were issued for it."""

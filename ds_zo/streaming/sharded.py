@@ -34,7 +34,8 @@ class ShardedRuntime(Runtime):
         super().__init__(units, streams, padded=store.partition.padded_nbytes, **settings)
         self._store = store
         self._partition = store.partition
-        self._is_collective = False
+        self.is_collective = False
+        """Whether a collective pass runs."""
         self._to_gather: deque[int] = deque()
         self._to_gather_ahead: deque[int] = deque()
         """Numbers of the units that this collective pass has still to gather, for itself and for the next pass."""
@@ -75,21 +76,21 @@ class ShardedRuntime(Runtime):
             self._ahead = set()
             self._to_gather_ahead = deque(numbers[: len(self.slots)] if self.streams.overlaps else ())
         self._meet(numbers)
-        self._is_collective = True
+        self.is_collective = True
         lows = [self.units[number] for number in numbers if number in gathered and self._gathers_low(number)]
         for unit in lows:
             self._gather_low(unit)
         super().start(order, downloads=downloads, lows=lows, then=then if collective else ())
 
     def acquire(self, unit: Unit) -> Slot:
-        if not self._is_collective and not self._slots_agree:
+        if not self.is_collective and not self._slots_agree:
             self.invalidate_slots()
             self._slots_agree = True
         return super().acquire(unit)
 
     def finish(self) -> None:
         try:
-            if self._is_collective:
+            if self.is_collective:
                 for slot in self.slots:
                     self._fold_if_due(slot)
                 while self._to_gather:
@@ -98,7 +99,7 @@ class ShardedRuntime(Runtime):
                 while self._to_gather_ahead:
                     self._gather_one_ahead(self._slot_for(self._to_gather_ahead[0]))
         finally:
-            self._is_collective = False
+            self.is_collective = False
             self._to_fold = set()
             self._to_gather.clear()
             self._to_gather_ahead.clear()
@@ -117,7 +118,7 @@ class ShardedRuntime(Runtime):
     # Uploads
 
     def _upload(self, number: int, slot: Slot) -> None:
-        if self._is_collective:
+        if self.is_collective:
             self._fold_if_due(slot)
             if number in self._to_gather:
                 while self._to_gather[0] != number:

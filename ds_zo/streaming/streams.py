@@ -158,8 +158,7 @@ class DeferredRecord:
         super().synchronize()  # type: ignore[misc]
 
     def query(self) -> bool:
-        is_issued = self.upload is None or self.upload.done()
-        return is_issued and bool(super().query())  # type: ignore[misc]
+        return (self.upload is None or self.upload.done()) and bool(super().query())  # type: ignore[misc]
 
     def _join(self) -> None:
         if self.upload is not None:

@@ -137,8 +137,7 @@ BRIEFLY = ["ZO with low planes", "LOMO", "LSP", "adapter with inputs on the host
 def test_random_delays_change_nothing(name: str, num_steps: int, width: int) -> None:
     expected = RUNS[name](False, num_steps, width)
     with delayed(random_pause()):
-        found = RUNS[name](True, num_steps, width)
-    assert_same_weights(found, expected)
+        assert_same_weights(RUNS[name](True, num_steps, width), expected)
 
 
 @pytest.mark.gpu

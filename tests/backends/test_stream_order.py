@@ -3,7 +3,7 @@ by an event. Checked with clocks instead of streams, where a missing wait can't 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,12 @@ from tests.helpers.stream_clocks import (
     Clock,
     ClockedAdam,
     ClockedStreams,
-    OneRankRuntime,
     Races,
     buffers_of,
     buffers_of_groups,
     clocked,
     in_thread,
+    one_rank_runtime,
 )
 from tests.helpers.zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
 
@@ -60,15 +60,15 @@ ZO: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def clocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with clocked(monkeypatch):
+def clocks() -> Iterator[None]:
+    with clocked():
         yield
 
 
 @pytest.fixture
 def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks come as they do where ranks keep them together."""
-    monkeypatch.setattr(block_store, "Runtime", OneRankRuntime)
+    monkeypatch.setattr(block_store, "Runtime", one_rank_runtime)
     buffers = zo_store.ZOBuffers
     monkeypatch.setattr(zo_store, "ZOBuffers", lambda **settings: buffers(**{**settings, "shared": True}))
 
@@ -83,7 +83,7 @@ def buffers_in(engine: Any) -> Callable[[], Iterator[Buffer]]:
 class Wanders(Toy):
     """Blocks are left out, repeated and taken out of turn, differently in each step."""
 
-    order: Sequence[int] = ()
+    order: Iterable[int] = ()
 
     def middle(self, x: torch.Tensor) -> torch.Tensor:
         for i in self.order:
@@ -135,8 +135,8 @@ def test_zo_orders_what_touches_the_same_bytes(case: str) -> None:
         ("low planes", "low_upload", "download"),
     ],
 )
-def test_a_missing_wait_is_found(case: str, stream: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with clocked(monkeypatch, deaf=[(stream, other)]):
+def test_a_missing_wait_is_found(case: str, stream: str, other: str) -> None:
+    with clocked(deaf=[(stream, other)]):
         assert races_of_zo(case).found
 
 
@@ -235,25 +235,19 @@ def test_zo_orders_blocks_of_different_sizes(dtype: torch.dtype) -> None:
 def test_gathers_find_slots_after_an_evaluation_that_breaks_off(interval: int, sharded: None) -> None:
     """It has brought other blocks, and their low planes, where the next pass was to find its first ones."""
 
-    class Fails(Toy):
-        after = 3
+    def some(number: int) -> Iterator[int]:
+        yield from range(number)
+        raise KeyError("the user's own")
 
-        def middle(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks[: self.after]:
-                x = block(x)
-            if self.after < 3:
-                raise KeyError("the user's own")
-            return x
-
-    model = Fails().train()
+    model = Wanders().train()
     engine = engine_for(model, zo_json(interval=interval, bf16={"enabled": True}))
     with Races(buffers_in(engine)) as races:
         for step, batch in enumerate(toy_batches(6)):
+            model.order = range(3)
             one_step(engine, batch)
-            model.after = step % 3
+            model.order = some(step % 3)
             with torch.no_grad(), pytest.raises(KeyError):
                 model(**batch)
-            model.after = 3
     assert races.num_writes and not races.found
 
 

@@ -8,11 +8,12 @@ have clocks too, and learn from one another only where one hands something over.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,22 +32,26 @@ from ds_zo.streaming.units import Unit
 _LOOKS_ONLY = ("view", "slice", "detach", "alias", "empty", "expand", "strided", "reshape", "transpose", "select")
 
 
+def _later(first: dict[str, int], second: dict[str, int]) -> dict[str, int]:
+    return {name: max(first.get(name, 0), second.get(name, 0)) for name in first | second}
+
+
 class Clock(InlineStream):
     """A stream, or a thread of the host: what it has seen of each of them."""
 
-    def __init__(self, name: str, *, ignores: Collection[str] = ()) -> None:
-        """`ignores`: streams whose events it does not wait for."""
+    deaf: ClassVar[Collection[tuple[str, str]]] = ()
+    """Pairs of streams of which the first does not wait for events of the second."""
+
+    def __init__(self, name: str) -> None:
         self.name = name
         self.seen: dict[str, int] = {}
-        self.ignores = ignores
 
     def tick(self) -> int:
         self.seen[self.name] = self.seen.get(self.name, 0) + 1
         return self.seen[self.name]
 
     def join(self, seen: dict[str, int]) -> None:
-        for name, count in seen.items():
-            self.seen[name] = max(self.seen.get(name, 0), count)
+        self.seen = _later(self.seen, seen)
 
     def wait(self, event: Any) -> None:
         event.wait(self)
@@ -69,33 +74,15 @@ class Clock(InlineStream):
         self.recorded().synchronize()
 
 
-class _Current(InlineStream):
-    """The stream on top of those that contexts have made current."""
-
-    def wait(self, event: Any) -> None:
-        _streams[-1].wait(event)
-
-    def record(self, event: Any) -> None:
-        _streams[-1].record(event)
-
-    def recorded(self) -> Event:
-        return _streams[-1].recorded()
-
-
 class ClockedStreams(Streams):
     """Streams on which everything runs at once, in the order of issue."""
 
     def __init__(self, device: torch.device, *, overlap: bool = True, deaf: Collection[tuple[str, str]] = ()) -> None:
-        """`deaf`: pairs of streams of which the first does not wait for events of the second."""
-        self._deaf = deaf
-        COMPUTE.ignores = self._ignored_by("compute")
-        super().__init__(device, current=_Current(), overlap=overlap)
-
-    def _ignored_by(self, name: str) -> set[str]:
-        return {other for first, other in self._deaf if first == name}
+        Clock.deaf = deaf
+        super().__init__(device, current=COMPUTE, overlap=overlap)
 
     def another(self, name: str) -> Clock:
-        return Clock(name, ignores=self._ignored_by(name))
+        return Clock(name)
 
     def event(self, *, timing: bool = False) -> Event:
         return Event()
@@ -116,12 +103,10 @@ class Event:
     def record(self, stream: Clock) -> None:
         self._has_ended = False
         self.recorded_on = stream.name
-        self.seen = dict(stream.seen)
-        for name, count in _threads[-1].seen.items():  # work starts after what the thread that issues it has waited for
-            self.seen[name] = max(self.seen.get(name, 0), count)
+        self.seen = _later(stream.seen, _threads[-1].seen)  # work is issued after what its thread has waited for
 
     def wait(self, stream: Clock) -> None:
-        if self.recorded_on not in stream.ignores:
+        if (stream.name, self.recorded_on) not in Clock.deaf:
             stream.join(self.seen)
 
     def synchronize(self) -> None:
@@ -144,18 +129,16 @@ def _pushed(stack: list[Clock], clock: Clock) -> Iterator[None]:
         stack.pop()
 
 
-@contextmanager
-def in_thread(clock: Clock) -> Iterator[None]:
-    """Inside, another thread of the host."""
-    with _pushed(_threads, clock):
-        yield
+def in_thread(clock: Clock) -> AbstractContextManager[None]:
+    """Context in another thread of the host."""
+    return _pushed(_threads, clock)
 
 
 @contextmanager
-def clocked(monkeypatch: pytest.MonkeyPatch, *, deaf: Collection[tuple[str, str]] = ()) -> Iterator[None]:
+def clocked(*, deaf: Collection[tuple[str, str]] = ()) -> Iterator[None]:
     """Inside, engines are made with `ClockedStreams`."""
-    with made_by(partial(ClockedStreams, deaf=deaf)), monkeypatch.context() as patch:
-        patch.setattr(ops, "replay_perturb", _noted(ops.replay_perturb))
+    kernel = patch.object(ops, "replay_perturb", _noted(ops.replay_perturb))
+    with made_by(partial(ClockedStreams, deaf=deaf)), kernel:
         yield
 
 
@@ -209,10 +192,11 @@ class _Gathering:
 class _OneRank(SharedStore):
     """A store that is shared with nobody: its only shard is all of it, but comes by the same way."""
 
+    runtime: ShardedRuntime
+
     def __init__(self) -> None:
         self.partition = RankPartition(0, 1)
         self.node: Any = SimpleNamespace(stream_barrier=lambda: None, gather=lambda buffer: [_Gathering(buffer)])
-        self.in_pass = False
 
     def mark_written_back(self, number: int) -> None:
         pass
@@ -221,26 +205,17 @@ class _OneRank(SharedStore):
         pass
 
     def copy_up(self, target: torch.Tensor, unit: Unit, stored: torch.Tensor) -> int:
-        alone = self.in_pass and stored is unit.low_buffer
+        alone = self.runtime.is_collective and stored is unit.low_buffer
         assert not alone, "other ranks may be writing it back: it is gathered with them"
         target[: stored.numel()].copy_(stored)
         return 0
 
 
-class OneRankRuntime(ShardedRuntime):
-    """Gathers from one rank alone."""
-
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        self._one = _OneRank()
-        super().__init__(*args, store=self._one, **settings)
-
-    def start(self, order: Sequence[Unit], *, collective: bool | None = None, **options: Any) -> None:
-        super().start(order, collective=collective, **options)
-        self._one.in_pass = collective is not None
-
-    def finish(self) -> None:
-        super().finish()
-        self._one.in_pass = False
+def one_rank_runtime(*args: Any, **settings: Any) -> ShardedRuntime:
+    """A runtime that gathers from one rank alone."""
+    store = _OneRank()
+    store.runtime = ShardedRuntime(*args, store=store, **settings)
+    return store.runtime
 
 
 class ClockedAdam:

@@ -219,7 +219,7 @@ def _read_slowly(block_store: Any) -> None:
     copy_whole = block_store.shared.copy_whole
 
     def late(*args: Any) -> None:
-        time.sleep(0.1 * block_store.runtime._is_collective)
+        time.sleep(0.1 * block_store.runtime.is_collective)
         copy_whole(*args)
 
     block_store.shared.copy_whole = late

@@ -120,7 +120,8 @@ def test_skipped_repeated_and_reordered_blocks_are_right(num_slots: int) -> None
     assert [int(u.store_buffer[0]) for u in units] == [value[id(u)] for u in units]
 
 
-def test_rewritten_homes_are_brought_up_again_once_forgotten() -> None:
+def test_changed_stores_are_brought_up_again() -> None:
+    """Also after a change in place that broke off: what it has changed stays."""
     units = units_of(3)
     runtime = make_runtime(units, num_slots=3)
     runtime.start(units)
@@ -130,6 +131,10 @@ def test_rewritten_homes_are_brought_up_again_once_forgotten() -> None:
     units[0].store_buffer.fill_(77)
     runtime.invalidate_slots()
     runtime.start(units)
+    visit(runtime, units[0])
+    with pytest.raises(KeyError), runtime.updating(units[0]) as stored:
+        stored[:64].fill_(7)
+        raise KeyError
     visit(runtime, units[0])
 
 

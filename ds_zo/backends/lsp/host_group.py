@@ -71,8 +71,6 @@ class HostGroup:
         self.job: Job | None = None
         self._transfers, self._compute = transfers, transfers.streams.compute
         self._queue, self._device = queue, device
-        self._active: list[int] = []
-        """Indices, in `matrices`, of the parameters that have a gradient in this step."""
         self._launch_cache = LaunchCache()
         self._rates: list[Rate | None] = []
         self._factor = 1.0
@@ -121,50 +119,50 @@ class HostGroup:
 
         `downloads` False: the caller changes `averages()` first and then calls `start_download`."""
         assert self.phase is GroupPhase.SUMMING
-        self._active = [i for i, matrix in enumerate(self.matrices) if matrix.has_total]
-        self.job = Job(self._update)
+        self.job = Job(self._update, [i for i, matrix in enumerate(self.matrices) if matrix.has_total])
         self.phase = GroupPhase.UPDATING
         if downloads:
             self.start_download()
 
     def averages(self) -> dict[int, torch.Tensor]:
         """This step's gradients by the id of their MatrixState. The caller may change them in place."""
-        return {id(self.matrices[i]): self.matrices[i].gradient for i in self._active}
+        assert self.job is not None
+        return {id(self.matrices[i]): self.matrices[i].gradient for i in self.job.active}
 
     def start_download(self, factor: float = 1.0) -> None:
         """Passes the gradients to Adam, which multiplies them by `factor`."""
         assert self.job is not None
         self._factor = factor
-        whole = [i for i in self._active if i >= self._layout.num_projected]
+        whole = [i for i in self.job.active if i >= self._layout.num_projected]
         self._download_and_queue(self.job, {i: self.matrices[i].gradient for i in whole})
         for i in whole:
             self.matrices[i].drop_gradient()
 
     def _download_and_queue(self, job: Job, whole: dict[int, torch.Tensor]) -> None:
         """`whole`: gradients of whole parameters by index."""
-        pairs = self._gradient_pairs(whole)
+        pairs = self._gradient_pairs(job, whole)
         summed, streams = self._compute.recorded(), self._transfers.streams
         self.download = Copy(pairs, streams=streams, after=summed, on_issue=partial(self._queue.put, job))
         job.ready = self.download.end
         self._transfers.down.put(self.download)
 
-    def _gradient_pairs(self, whole: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _gradient_pairs(self, job: Job, whole: dict[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Targets and sources of the download."""
         assert self.adam is not None
         layout, gradients = self._layout, self.adam.gradients
         pairs = [(layout.view(i, gradients), grad) for i, grad in whole.items()]
-        if any(i < layout.num_projected for i in self._active):
+        if any(i < layout.num_projected for i in job.active):
             pairs.insert(0, (layout.flat(gradients), layout.flat(self._sums_device)))
         if whole:
             norms = torch._foreach_norm(list(whole.values()), dtype=torch.float32)
             pairs.append((self.adam.whole_norms[: len(whole)], torch.stack(norms)))
         return pairs
 
-    def _update(self) -> torch.Tensor:
+    def _update(self, job: Job) -> torch.Tensor:
         """Runs in the Adam thread, at the end of the download. Returns the gradients' norms."""
         assert self.adam is not None
         self._transfers.down.advance()
-        norms = self.adam.update(self._active, factor=self._factor)
+        norms = self.adam.update(job.active, factor=self._factor)
         if self._uploads_early:
             parts = [self._layout.flat, self._layout.whole]
             pairs = [(part(self.device_memory), part(self.adam.directions)) for part in parts]
@@ -187,7 +185,7 @@ class HostGroup:
 
     def _undo_adam(self, adam: HostAdam, job: Job) -> dict[int, torch.Tensor]:
         """Restores moments and sums. Returns this step's gradients by index."""
-        grads = dict(zip(self._active, adam.undo(self._active, job.wait()), strict=True))
+        grads = dict(zip(job.active, adam.undo(job.active, job.wait()), strict=True))
         if self._wait_for_upload():
             for i, grad in grads.items():
                 if i < self._layout.num_projected:
@@ -260,7 +258,7 @@ class HostGroup:
             self._compute.wait(upload_buffer.filled)
             source = upload_buffer.buffer
         if job.is_finite:
-            self._apply({i: self._layout.view(i, source) for i in self._active})
+            self._apply({i: self._layout.view(i, source) for i in job.active})
         if upload_buffer is not None:
             self._compute.record(upload_buffer.drained)
             upload_buffer.owner = None

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -43,10 +43,13 @@ class ServiceOrder:
 
 
 class Job:
-    """The Adam update of one layer on the CPU."""
+    """The Adam update of one layer on the CPU. One thread at a time has it, and hands it to the next one."""
 
-    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, work: Callable[[Job], torch.Tensor], active: Sequence[int] = ()) -> None:
         self._work = work
+        self.active = list(active)
+        """Indices of the layer's parameters that have a gradient in this step. They are set by the thread that finds
+        them, before the job is handed on."""
         self.ready: Event = DONE
         """Recorded after the gradients were copied to host memory."""
         self._finished = threading.Event()
@@ -66,7 +69,7 @@ class Job:
         try:
             self.ready.synchronize()
             begin = time.perf_counter()
-            self.norms = self._work()
+            self.norms = self._work(self)
             self.is_finite = all(map(math.isfinite, self.norms.tolist()))
             self.seconds = time.perf_counter() - begin
         except BaseException as error:  # `wait` raises it
@@ -91,7 +94,7 @@ class RemoteJob(Job):
     """A job that another rank runs. The work here reads the norms that the other rank broadcasts; the first caller of
     `wait` does it."""
 
-    def __init__(self, work: Callable[[], torch.Tensor]) -> None:
+    def __init__(self, work: Callable[[Job], torch.Tensor]) -> None:
         super().__init__(work)
         self._is_ready = threading.Event()
         self._lock = threading.Lock()

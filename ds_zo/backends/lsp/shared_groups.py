@@ -99,7 +99,7 @@ class SharedHostGroup(HostGroup):
                 self._ranks.average_(grad)
             if active is None:
                 active = [i for i, share in enumerate(self._flags.tolist()) if share > 0]
-            self._active = active
+            job.active = active
             if downloads:
                 self._download_and_queue(job, whole)
         except BaseException as error:
@@ -108,11 +108,11 @@ class SharedHostGroup(HostGroup):
 
     def averages(self) -> dict[int, torch.Tensor]:
         """Averaged gradients by the id of their MatrixState, without those that no rank had."""
-        assert self._average_call is not None
+        assert self._average_call is not None and self.job is not None
         self._average_call.wait()
         return {
             id(self.matrices[i]): self._whole_grads[i] if i in self._whole_grads else self.matrices[i].gradient
-            for i in self._active
+            for i in self.job.active
         }
 
     def start_download(self, factor: float = 1.0) -> None:
@@ -122,7 +122,7 @@ class SharedHostGroup(HostGroup):
 
     def _download_and_queue(self, job: Job, whole: dict[int, torch.Tensor]) -> None:
         if self.adam is not None:
-            super()._download_and_queue(job, {i: grad for i, grad in whole.items() if i in self._active})
+            super()._download_and_queue(job, {i: grad for i, grad in whole.items() if i in job.active})
 
     # Undoing: [Note: undone updates]
 
@@ -167,7 +167,7 @@ class SharedHostGroup(HostGroup):
             if self.adam is not None:
                 norms = job.wait()
                 self._norms_host.fill_(_NO_GRADIENT)
-                self._norms_host[self._active] = norms
+                self._norms_host[job.active] = norms
                 self._flags.copy_(self._norms_host, non_blocking=True)
                 layout, directions = self._layout, self.adam.directions
                 layout.flat(self._sums_device).copy_(layout.flat(directions), non_blocking=True)
@@ -184,9 +184,9 @@ class SharedHostGroup(HostGroup):
             job.fail(error)
             raise
 
-    def _read_norms(self) -> torch.Tensor:
-        self._active = [i for i, norm in enumerate(self._norms_host.tolist()) if norm != _NO_GRADIENT]
-        return self._norms_host[self._active]
+    def _read_norms(self, job: Job) -> torch.Tensor:
+        job.active = [i for i, norm in enumerate(self._norms_host.tolist()) if norm != _NO_GRADIENT]
+        return self._norms_host[job.active]
 
     @torch.no_grad()
     def apply_pending_update(self) -> None:
@@ -199,8 +199,8 @@ class SharedHostGroup(HostGroup):
         whole = self._whole_directions
         with interrupts.deferred(), without_interception():
             if self.job.is_finite:
-                in_place = {i: self._layout.view(i, self._sums_device) for i in self._active if i not in whole}
-                self._apply({**in_place, **{i: whole[i] for i in self._active if i in whole}})
+                sums = self._sums_device
+                self._apply({i: whole[i] if i in whole else self._layout.view(i, sums) for i in self.job.active})
             for direction in whole.values():
                 self._compute.uses(direction)
             self._whole_directions = {}

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 
 def races_of(monkeypatch: pytest.MonkeyPatch, *, deaf: Collection[tuple[str, str]] = ()) -> Races:
-    with clocked(monkeypatch, deaf=deaf):
+    with clocked(deaf=deaf):
         engine: Any = start(adapted(num_hidden_layers=4), adapter_json(offload_activations=True, frozen_dtype="nf4"))
     store = engine.backend._base.block_store
     inputs = store.host_inputs
@@ -51,8 +51,7 @@ def test_copies_and_kernels_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    races = races_of(monkeypatch, deaf=[("compute", "inputs")])
-    assert any("input" in text for text in races.found)
+    assert any("input" in text for text in races_of(monkeypatch, deaf=[("compute", "inputs")]).found)
 
 
 def test_batches_of_many_lengths_need_as_many_buffers_as_those_of_one() -> None:

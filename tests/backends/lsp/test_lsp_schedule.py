@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +17,19 @@ from torch import nn
 
 from ds_zo.backends.lsp import calibration as lsp_calibration
 from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
-from ds_zo.backends.lsp.scheduler import Job, UpdateQueue, transition_layer
+from ds_zo.backends.lsp.matrices import MatrixGroup, find_matrices
+from ds_zo.backends.lsp.ranks import CollectiveCall
+from ds_zo.backends.lsp.scheduler import Job, RemoteJob, UpdateQueue, transition_layer
+from ds_zo.backends.lsp.shared_groups import SharedHostGroup
+from ds_zo.backends.lsp.transfers import Transfers
+from ds_zo.config import LSPParams
 from ds_zo.optim import subspace_adam
+from ds_zo.optim.subspace_adam import HostScratch
 from ds_zo.plugin import engine as plugin
 from ds_zo.projectors import workspace
+from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.intercepted import without_interception
+from ds_zo.streaming.streams import DONE, InlineStreams
 from tests.helpers.lomo_runs import assert_close, assert_equal, batches, checkpointed, start, train
 from tests.helpers.lsp_runs import adopt_always, current_weights, lsp_json, small
 from tests.helpers.zoo import Wandering, plain_batch, seeded
@@ -265,7 +274,7 @@ def test_checkpointing_changes_nothing(reentrant: bool) -> None:
 
 
 def test_a_failure_on_the_adam_thread_is_raised_where_its_result_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: HostGroup) -> torch.Tensor:
+    def fail(self: HostGroup, job: Job) -> torch.Tensor:
         raise MemoryError("no room")
 
     monkeypatch.setattr(HostGroup, "_update", fail)
@@ -290,12 +299,12 @@ def test_the_queue_serves_the_first_or_the_last_that_came(last_first: bool, orde
         served.append(name)
         return torch.zeros(1)
 
-    def hold() -> torch.Tensor:
+    def hold(job: Job) -> torch.Tensor:
         gate.wait()
         return torch.zeros(1)
 
     queue.put(Job(hold))
-    jobs = [Job(lambda name=name: work(name)) for name in "abc"]
+    jobs = [Job(lambda job, name=name: work(name)) for name in "abc"]
     time.sleep(0.05)  # the first is being held
     for job in jobs:
         queue.put(job)
@@ -322,7 +331,7 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
     train(engine, batches("llama", 1))
     queue, module, dropped = engine.backend._groups.queue, engine.module, threading.Event()
 
-    def collect() -> torch.Tensor:
+    def collect(job: Job) -> torch.Tensor:
         assert dropped.wait(10)
         gc.collect()
         return torch.zeros(0)
@@ -349,7 +358,7 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
 def test_an_engine_whose_adam_failed_is_destroyed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(lsp_json(), small())
 
-    def fails(self: HostGroup) -> torch.Tensor:
+    def fails(self: HostGroup, job: Job) -> torch.Tensor:
         raise MemoryError("no room for Adam")
 
     monkeypatch.setattr(HostGroup, "_update", fails)
@@ -386,3 +395,30 @@ def test_a_fit_that_found_no_memory_is_made_with_the_next_gradient(monkeypatch: 
         train(engine, batches("llama", 1))
         assert len(fitted) == len(projected)
     assert {matrix.subspace.num_draws for matrix in projected} == {1}
+
+
+def test_a_job_that_ends_late_leaves_the_next_step_of_its_layer_alone() -> None:
+    """A job of another rank is read by the first thread that waits for it, perhaps in the next step."""
+
+    def at_once(work: Callable[[], None]) -> CollectiveCall:
+        call = CollectiveCall(work, streams=streams)
+        call.run(streams.compute)
+        return call
+
+    streams, queue, settings = InlineStreams(torch.device("cpu")), UpdateQueue(), LSPParams()
+    first_of_two = SimpleNamespace(size=2, index=0, submit=at_once, average_=lambda value: None)
+    layer = MatrixGroup("layer", True, find_matrices(nn.Linear(4, 4), settings, device=streams.device))
+    options: dict[str, Any] = {"device": streams.device, "store": HostStore(streams.device, pin=False), "queue": queue}
+    options |= {"transfers": Transfers(streams, order=queue.order), "scratch": HostScratch(), "max_norm": 0.0}
+    group = SharedHostGroup(layer, settings, ranks=first_of_two, owner=1, unit=None, **options)  # type: ignore[arg-type]
+    for matrix in group.matrices:
+        matrix.parameter.grad, matrix.has_total = torch.ones(matrix.shape), True
+    group.start([True, True], downloads=False)
+    late = group.job
+    assert isinstance(late, RemoteJob) and len(group.averages()) == 2
+    group.discard()
+    group.matrices[1].parameter.grad, group.matrices[1].has_total = torch.ones(group.matrices[1].shape), True
+    group.start([False, True], downloads=False)
+    late.set_ready(DONE)
+    late.wait()
+    assert list(group.averages()) == [id(group.matrices[1])]
