@@ -207,22 +207,22 @@ def update_triton(
     decay: float,
     coef: torch.Tensor | None = None,
     clip_value: float | None = None,
-    scale: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-    cols: torch.Tensor | None = None,
+    factors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None),
     dither: tuple[int, int, int] | None = None,
     residue: torch.Tensor | None = None,
     guards: Sequence[torch.Tensor] = (),
 ) -> None:
     """p <- round(decay * p - lr * scale * clamp(coef * direction) * rows * cols).
 
-    `dither` is (seed, step, offset) of the stochastic rounding (None: to nearest). `residue` is a contiguous tensor of
-    p's dtype that receives the bits that rounding drops. `guards` are up to two non-negative float32 scalars: unless
-    all are finite, the kernel writes nothing. A parameter that is not contiguous is updated through a copy.
+    `factors` are scale, rows and cols; None stands for ones. `dither` is (seed, step, offset) of the stochastic
+    rounding (None: to nearest). `residue` is a contiguous tensor of p's dtype that receives the bits that rounding
+    drops. `guards` are up to two non-negative float32 scalars: unless all are finite, the kernel writes nothing. A
+    parameter that is not contiguous is updated through a copy.
     """
     flat = p if p.is_contiguous() else p.detach().contiguous()
     direction = direction.contiguous()
     seed, step, offset = (0, 0, 0) if dither is None else dither
+    scale, rows, cols = factors
     shape = _shape(p)
     given = [flat if tensor is None else tensor for tensor in (coef, scale, rows, cols, residue)]
     clip = 0.0 if clip_value is None else float(clip_value)

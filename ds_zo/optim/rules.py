@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from typing_extensions import Self
 
+from ds_zo.config import AdaLOMOParams, LOMOParams
 from ds_zo.ops import formats, rng
 
 OFFSET_ALIGNMENT = 1024
@@ -37,6 +38,20 @@ class Dither(NamedTuple):
     """Position of the first updated element among the model's elements, with each parameter padded to a multiple of
     OFFSET_ALIGNMENT. A whole parameter starts at a multiple of OFFSET_ALIGNMENT, a rank's shard at a multiple of 8."""
     seed: int = 0
+
+
+class Factors(NamedTuple):
+    """Factors of an update: AdaLOMO's normalisation of a gradient."""
+
+    scale: torch.Tensor | None = None
+    """A scalar."""
+    rows: torch.Tensor | None = None
+    """One for each row. None for vectors and scalars."""
+    cols: torch.Tensor | None = None
+    """One for each column, or for each element of a vector."""
+
+
+NO_FACTORS = Factors()
 
 
 class _SavedMoments:
@@ -115,27 +130,25 @@ def adalomo_update_(
     p: torch.Tensor,
     grad: torch.Tensor,
     moments: FactoredMoments,
+    settings: AdaLOMOParams,
     *,
     lr: float,
     decay: float,
-    decay_rate: float,
-    eps: tuple[float, float],
-    clip_threshold: float,
     coef: torch.Tensor | None = None,
-    clip_value: float | None = None,
     dither: Dither | None = None,
     residue: torch.Tensor | None = None,
     guards: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor | None:
     """AdaLOMO's update (arXiv 2310.10195) of one parameter, which is normalised by itself.
 
-    With g = clamp(coef * grad): moving averages of mean(g^2) + eps[0] over rows and over columns make v, their outer
-    product; u = g / sqrt(v), scaled down where its root mean square exceeds `clip_threshold`; then
-    p <- round(decay * p - lr * max(eps[1], rms(p)) * u).
+    With g = clamp(coef * grad) and eps = `settings.adalomo_eps`: moving averages of mean(g^2) + eps[0] over rows and
+    over columns make v, their outer product; u = g / sqrt(v), scaled down where its root mean square exceeds
+    `settings.clip_threshold`; then p <- round(decay * p - lr * max(eps[1], rms(p)) * u).
 
     With `guards` the gradient is checked too. Returns the scalar that combines all guards, or None without `guards`;
     see [Note: guards].
     """
+    eps, clip_value = settings.adalomo_eps, settings.clip_grad_value
     guard = gradient_guard(grad) if guards and clip_value is not None else None  # clamping would hide infinities
     if clip_value is not None:
         if coef is None:
@@ -143,7 +156,7 @@ def adalomo_update_(
         else:
             grad = grad.clamp(-clip_value / coef, clip_value / coef)
     moments.num_updates += 1
-    beta = 1.0 - moments.num_updates**decay_rate
+    beta = 1.0 - moments.num_updates**settings.decay_rate
     square = 1.0 if coef is None else coef.square()
     if moments.rows is None:
         squares = grad.float().square()
@@ -160,16 +173,14 @@ def adalomo_update_(
     root_numel = math.sqrt(p.numel())
     update_rms = _factored_square_sum(grad, rows=rows, cols=cols, coef=coef).sqrt() / root_numel
     weight_rms = torch.linalg.vector_norm(p, dtype=torch.float32) / root_numel
-    scale = weight_rms.clamp_(min=eps[1]) / (update_rms / clip_threshold).clamp_(min=1.0)
+    scale = weight_rms.clamp_(min=eps[1]) / (update_rms / settings.clip_threshold).clamp_(min=1.0)
     _apply_(
         p,
         grad,
         lr=lr,
         decay=decay,
         coef=coef,
-        scale=scale,
-        rows=rows,
-        cols=cols,
+        factors=Factors(scale, rows, cols),
         dither=dither,
         residue=residue,
         guards=() if guard is None else (guard,),
@@ -182,19 +193,21 @@ def adamw_update_(
     p: torch.Tensor,
     grad: torch.Tensor,
     moments: AdamMoments,
+    settings: LOMOParams,
     *,
     lr: float,
     decay: float,
-    betas: tuple[float, float],
     coef: torch.Tensor | None = None,
-    clip_value: float | None = None,
     dither: Dither | None = None,
     residue: torch.Tensor | None = None,
     guards: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor | None:
-    """AdamW, for the few parameters that get two full moments. Guards and result are as in `adalomo_update_`."""
+    """AdamW of `settings.adapter`, for the few parameters that get two full moments. Guards and result are as in
+    `adalomo_update_`."""
+    assert settings.adapter is not None
+    betas = settings.adapter.betas
     guard, is_applied = _combined_guard(guards, gradient_guard(grad)) if guards else (None, None)
-    g = _clipped(grad.float(), coef, clip_value)
+    g = _clipped(grad.float(), coef, settings.clip_grad_value)
     moments.num_updates += 1
     _set_(moments.mean, moments.mean.lerp(g, 1 - betas[0]), is_applied)
     _set_(moments.mean_square, (moments.mean_square * betas[1]).addcmul_(g, g, value=1 - betas[1]), is_applied)
@@ -275,15 +288,12 @@ def _apply_(
     decay: float,
     coef: torch.Tensor | None = None,
     clip_value: float | None = None,
-    scale: torch.Tensor | None = None,
-    rows: torch.Tensor | None = None,
-    cols: torch.Tensor | None = None,
+    factors: Factors = NO_FACTORS,
     dither: Dither | None,
     residue: torch.Tensor | None = None,
     guards: Sequence[torch.Tensor] = (),
 ) -> None:
-    """p <- round(decay * p - lr * scale * factored(clamp(coef * direction)) + residue); residue <- the rounding
-    error."""
+    """p <- round(decay * p - lr * factored(clamp(coef * direction)) + residue); residue <- the rounding error."""
     assert dither is None or residue is None
     assert len(guards) <= 2
     if p.is_cuda:
@@ -296,9 +306,7 @@ def _apply_(
             decay=decay,
             coef=coef,
             clip_value=clip_value,
-            scale=scale,
-            rows=rows,
-            cols=cols,
+            factors=factors,
             dither=None if dither is None else (dither.seed, dither.step, dither.offset),
             residue=residue,
             guards=guards,
@@ -307,9 +315,9 @@ def _apply_(
     if not all(map(torch.isfinite, guards)):
         return
     with torch.no_grad():
-        u = _factored(_clipped(direction.float(), coef, clip_value), rows, cols)
-        if scale is not None:
-            u.mul_(scale)
+        u = _factored(_clipped(direction.float(), coef, clip_value), factors.rows, factors.cols)
+        if factors.scale is not None:
+            u.mul_(factors.scale)
         x = p.float()  # p itself if p is float32
         if decay != 1.0:
             x.mul_(decay)

@@ -186,7 +186,7 @@ class PlainLoop:
 
     def _update(self, name: str, p: nn.Parameter, grad: torch.Tensor, coef: torch.Tensor | None) -> None:
         rounding = self.case.rounding if self.case.is_bf16 else "nearest"
-        given: dict[str, Any] = {"coef": coef, "clip_value": self.settings.clip_grad_value}
+        given: dict[str, Any] = {"coef": coef}
         if rounding == "stochastic":
             given["dither"] = Dither(step=self.num_updates, offset=self.offsets[name])
         if rounding == "kahan":
@@ -194,14 +194,12 @@ class PlainLoop:
         if self.case.adapter and "lora" in name:
             moments = self.moments.setdefault(name, AdamMoments.zeros(p))
             decay = 1.0 - ADAPTER["lr"] * ADAPTER["weight_decay"]
-            adamw_update_(p, grad, moments, lr=ADAPTER["lr"], decay=decay, betas=(0.9, 0.999), **given)
+            adamw_update_(p, grad, moments, self.settings, lr=ADAPTER["lr"], decay=decay, **given)
         elif self.case.kind == "LOMO":
-            sgd_update_(p, grad, lr=LR, decay=1.0 - LR * 0.1, **given)
+            sgd_update_(p, grad, lr=LR, decay=1.0 - LR * 0.1, clip_value=self.settings.clip_grad_value, **given)
         else:
             moments = self.moments.setdefault(name, FactoredMoments.zeros(p))
-            s = self.settings
-            given |= {"decay_rate": s.decay_rate, "eps": s.adalomo_eps, "clip_threshold": s.clip_threshold}
-            adalomo_update_(p, grad, moments, lr=LR, decay=1.0 - LR * 0.1, **given)
+            adalomo_update_(p, grad, moments, self.settings, lr=LR, decay=1.0 - LR * 0.1, **given)
 
 
 def spoil(grad: torch.Tensor, name: str, case: Case) -> torch.Tensor:

@@ -33,8 +33,8 @@ def both(p: torch.Tensor, g: torch.Tensor, device: str, **given: Any) -> tuple[t
     expected = p.clone()
     rules._apply_(expected, g.clone(), **given)
     on_device = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-    if "guards" in given:
-        on_device["guards"] = [guard.to(device) for guard in given["guards"]]
+    for name in {"guards", "factors"} & given.keys():
+        on_device[name] = [None if tensor is None else tensor.to(device) for tensor in given[name]]
     dither = on_device.pop("dither")
     found = p.to(device, copy=True)
     where = None if dither is None else (dither.seed, dither.step, dither.offset)
@@ -60,7 +60,7 @@ def check_update(device: str) -> None:
 
 
 def check_coefficient_value_clipping_and_scale(device: str) -> None:
-    given = {"coef": torch.tensor(0.3), "clip_value": 0.2, "scale": torch.tensor(1.7)}
+    given = {"coef": torch.tensor(0.3), "clip_value": 0.2, "factors": rules.Factors(scale=torch.tensor(1.7))}
     for dtype in DTYPES:
         compare(*both(*case((9, 200), dtype), device, lr=0.1, decay=1.0, dither=None, **given))
 
@@ -69,7 +69,7 @@ def check_factors(device: str) -> None:
     for dtype in DTYPES:
         for shape in SHAPES:
             p, g = case(shape, dtype)
-            given = {**factors(p), "coef": torch.tensor(0.7)}
+            given = {"factors": rules.Factors(**factors(p)), "coef": torch.tensor(0.7)}
             compare(*both(p, g, device, lr=0.1, decay=0.9, dither=None, **given))
 
 

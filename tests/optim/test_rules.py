@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_zo.config import LossScale
+from ds_zo.config import AdaLOMOParams, LOMOParams, LossScale
 from ds_zo.optim import (
     AdamMoments,
     Dither,
@@ -77,24 +77,27 @@ def test_adamw_is_torchs() -> None:
     p = torch.randn(50, generator=generator)
     expected = torch.nn.Parameter(p.clone())
     theirs = torch.optim.AdamW([expected], lr=0.01, betas=(0.8, 0.9), weight_decay=0.1)
-    moments = AdamMoments.zeros(p)
+    moments, settings = AdamMoments.zeros(p), LOMOParams.model_validate({"adapter": {"betas": (0.8, 0.9)}})
     for _ in range(10):
         g = torch.randn(50, generator=generator)
         expected.grad = g.clone()
         theirs.step()
-        adamw_update_(p, g, moments, lr=0.01, decay=1 - 0.01 * 0.1, betas=(0.8, 0.9))
+        adamw_update_(p, g, moments, settings, lr=0.01, decay=1 - 0.01 * 0.1)
     torch.testing.assert_close(p, expected.detach(), rtol=1e-6, atol=1e-6)
 
 
-def update(rule: str, p: torch.Tensor, g: torch.Tensor, moments: Any, **given: Any) -> None:
+def update(
+    rule: str, p: torch.Tensor, g: torch.Tensor, moments: Any, *, clip_value: float | None, **given: Any
+) -> None:
     given |= {"lr": 0.1, "decay": 0.9}
     if rule == "adalomo":
-        adalomo_update_(p, g, moments, decay_rate=-0.8, eps=(1e-30, 1e-3), clip_threshold=1.0, **given)
+        adalomo_update_(p, g, moments, AdaLOMOParams(clip_grad_value=clip_value), **given)
     elif rule == "adamw":
-        adamw_update_(p, g, moments, betas=(0.9, 0.999), **given)
+        settings = LOMOParams.model_validate({"adapter": {}, "clip_grad_value": clip_value})
+        adamw_update_(p, g, moments, settings, **given)
     else:
         guards = [*given.pop("guards", []), gradient_guard(g)]
-        sgd_update_(p, g, guards=guards, **given)
+        sgd_update_(p, g, guards=guards, clip_value=clip_value, **given)
 
 
 @pytest.mark.parametrize("clip_value", [None, 0.5])

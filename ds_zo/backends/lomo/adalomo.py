@@ -22,17 +22,7 @@ def update_by_adalomo(
     """AdaLOMO's rule. `options`: see `UpdateRule.update`."""
     state.moments = state.moments or FactoredMoments.zeros(state.parameter)
     assert isinstance(state.moments, FactoredMoments)
-    return adalomo_update_(
-        state.parameter,
-        grad,
-        state.moments,
-        decay_rate=settings.decay_rate,
-        eps=settings.adalomo_eps,
-        clip_threshold=settings.clip_threshold,
-        clip_value=settings.clip_grad_value,
-        residue=state.residue,
-        **options,
-    )
+    return adalomo_update_(state.parameter, grad, state.moments, settings, residue=state.residue, **options)
 
 
 class AdaLOMOBackend(LOMOBackend):
