@@ -208,3 +208,13 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(environment, "host_total_bytes", lambda: 128 * 2**30)
     monkeypatch.setattr(environment, "may_lock_memory", lambda: True)
     return monkeypatch
+
+
+@pytest.fixture(scope="module")
+def deterministic() -> Iterator[None]:
+    """Kernels of torch whose results have the same bits in each run."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

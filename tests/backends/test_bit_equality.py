@@ -17,9 +17,10 @@ from torch import nn
 
 from tests.helpers import families
 from tests.helpers.families import summed_by_block
-from tests.helpers.lomo_runs import assert_equal, batches, config_for, start, streamed, train
-from tests.helpers.lsp_runs import current_weights, lsp_json, small
+from tests.helpers.lomo_runs import batches, config_for, start, streamed, train
+from tests.helpers.lsp_runs import lsp_json, small
 from tests.helpers.torch_threads import threads
+from tests.helpers.weights import assert_equal, parameters_of
 from tests.helpers.zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -68,7 +69,7 @@ def run(
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     engine = start(config, small() if model is None else model)
     losses = train(engine, batches("llama", 4) if data is None else data)
-    found = losses, current_weights(engine)
+    found = losses, parameters_of(engine)
     engine.destroy()
     return found
 

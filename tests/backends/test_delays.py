@@ -17,20 +17,13 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.helpers.adapter_runs import adapted, adapter_json, start, weights
-from tests.helpers.equivalence_runs import (
-    Weights,
-    assert_same_weights,
-    masters_of,
-    on_device,
-    one_step,
-    parameters_of,
-    zo_config,
-)
+from tests.helpers.adapter_runs import adapted, adapter_json, start
+from tests.helpers.equivalence_runs import masters_of, on_device, one_step, zo_config
 from tests.helpers.lomo_runs import config_for
 from tests.helpers.lsp_runs import CPU, lsp_json
 from tests.helpers.stream_delays import delayed, random_pause
 from tests.helpers.tiny_models import tiny_batch
+from tests.helpers.weights import Weights, assert_equal, parameters_of, weights
 from tests.helpers.zoo import Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process", "deterministic")
@@ -137,7 +130,7 @@ BRIEFLY = ["ZO with low planes", "LOMO", "LSP", "adapter with inputs on the host
 def test_random_delays_change_nothing(name: str, num_steps: int, width: int) -> None:
     expected = RUNS[name](False, num_steps, width)
     with delayed(random_pause()):
-        assert_same_weights(RUNS[name](True, num_steps, width), expected)
+        assert_equal(RUNS[name](True, num_steps, width), expected)
 
 
 @pytest.mark.gpu
@@ -149,4 +142,4 @@ def test_delays_show_a_missing_wait(name: str) -> None:
     late = ("upload", "low_upload", "download")
     late_copies = delayed(lambda what: torch.cuda._sleep(40_000_000) if what in late else None, waits=False)
     with late_copies, pytest.raises((AssertionError, ValueError)):
-        assert_same_weights(RUNS[name](True, 10, WIDTH), expected)
+        assert_equal(RUNS[name](True, 10, WIDTH), expected)

@@ -16,8 +16,9 @@ import torch
 
 import ds_zo
 from ds_zo.backends.common.interrupts import Interrupts
-from tests.helpers.equivalence_runs import on_device, parameters_of
+from tests.helpers.equivalence_runs import on_device
 from tests.helpers.lomo_runs import config_for, start, streamed
+from tests.helpers.weights import parameters_of
 from tests.helpers.zo_runs import Toy, toy_batches
 
 pytestmark = pytest.mark.usefixtures("single_process")

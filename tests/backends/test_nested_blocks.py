@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.helpers.lomo_runs import assert_close, start, streamed
-from tests.helpers.lsp_runs import CPU, current_weights, lsp_json
+from tests.helpers.lomo_runs import start, streamed
+from tests.helpers.lsp_runs import CPU, lsp_json
+from tests.helpers.weights import assert_close, parameters_of
 from tests.helpers.zo_runs import log_lines, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -95,7 +96,7 @@ def trained(kind: type[nn.Module], config: dict[str, Any]) -> dict[str, torch.Te
     for batch in batches():
         engine.backward(engine(**batch))
         engine.step()
-    found = current_weights(engine)
+    found = parameters_of(engine)
     engine.destroy()
     return found
 

@@ -25,10 +25,10 @@ from ds_zo.config import BACKENDS, ConfigError, OptimizerParams, backend_of, reg
 from ds_zo.config.docs import key_tables
 from ds_zo.planner import Estimate, Limits, Model, plan
 from ds_zo.plugin.engine import PluginEngine
-from tests.helpers.lomo_runs import assert_close, assert_equal
 from tests.helpers.lomo_runs import train as train_on
 from tests.helpers.ranks import job
 from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.weights import assert_close, assert_equal
 
 pytestmark = pytest.mark.usefixtures("single_process")
 NUM_STEPS = 6

@@ -21,8 +21,8 @@ from ds_zo.streaming import block_store
 from ds_zo.streaming.claims import Claims
 from ds_zo.streaming.streams import InlineStreams, made_by
 from ds_zo.streaming.units import Unit
-from tests.helpers.lomo_runs import assert_equal, start, streamed
-from tests.helpers.lsp_runs import current_weights, lsp_json
+from tests.helpers.lomo_runs import start, streamed
+from tests.helpers.lsp_runs import lsp_json
 from tests.helpers.stream_clocks import (
     HOST,
     Buffer,
@@ -36,6 +36,7 @@ from tests.helpers.stream_clocks import (
     in_thread,
     one_rank_runtime,
 )
+from tests.helpers.weights import assert_equal, parameters_of
 from tests.helpers.zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -324,7 +325,7 @@ def test_lsp_orders_what_touches_the_same_bytes(case: str, is_slow: bool, monkey
     with made_by(InlineStreams):
         plain: Any = start(lsp_json(**LSP[case]), Toy().train())
     train_lsp(plain)
-    expected = current_weights(plain)
+    expected = parameters_of(plain)
     plain.destroy()
     engine: Any = start_with(ClockedAdam(monkeypatch, is_slow=is_slow), Toy().train(), monkeypatch, **LSP[case])
     backend = engine.backend
@@ -335,7 +336,7 @@ def test_lsp_orders_what_touches_the_same_bytes(case: str, is_slow: bool, monkey
         train_lsp(engine)
         backend.apply_pending_updates()  # Adam's clock stops with the test, and the collector would wait for it
     assert races.num_writes and not races.found
-    assert_equal(current_weights(engine), expected)
+    assert_equal(parameters_of(engine), expected)
 
 
 def start_with(adam: ClockedAdam, model: nn.Module, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Any:

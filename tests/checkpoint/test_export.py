@@ -28,7 +28,8 @@ from tests.helpers.first_order_runs import JSONS as FIRST_ORDER
 from tests.helpers.first_order_runs import Epochs, engine_of, play
 from tests.helpers.lomo_runs import lively
 from tests.helpers.tiny_models import tiny_batch, tiny_model
-from tests.helpers.zo_runs import Toy, assert_equal, engine_for, one_step, train, weights
+from tests.helpers.weights import assert_equal, weights
+from tests.helpers.zo_runs import Toy, engine_for, one_step, train
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

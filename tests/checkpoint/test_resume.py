@@ -11,7 +11,8 @@ import torch
 
 from tests.helpers.checkpoint_runs import BATCHES, JSONS, assert_same_bits, planes, start, with_checkpoint
 from tests.helpers.tiny_models import tiny_batch, tiny_model
-from tests.helpers.zo_runs import Toy, assert_equal, engine_for, log_lines, one_step, train, weights, zo_json
+from tests.helpers.weights import assert_equal, weights
+from tests.helpers.zo_runs import Toy, engine_for, log_lines, one_step, train, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

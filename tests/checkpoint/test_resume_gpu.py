@@ -44,13 +44,6 @@ STORAGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture
 def delays() -> Iterator[None]:
     """Downloads and computing are held up at random: a writer that does not wait reads old bytes, and a fold that does

@@ -21,7 +21,8 @@ from ds_zo.checkpoint.rebuild import replay
 from ds_zo.checkpoint.trajectory import UNSAVED, read_trajectory
 from tests.helpers.checkpoint_runs import BATCHES, JSONS, assert_same_bits, loaded, planes, start, with_checkpoint
 from tests.helpers.tiny_models import tiny_batch, tiny_model
-from tests.helpers.zo_runs import Toy, assert_equal, engine_for, log_lines, toy_batches, train, weights
+from tests.helpers.weights import assert_equal, weights
+from tests.helpers.zo_runs import Toy, engine_for, log_lines, toy_batches, train
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

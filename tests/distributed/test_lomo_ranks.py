@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.helpers.lomo_rank_cases import CASES, apart, resume, runs, save, uneven, wire
-from tests.helpers.lomo_runs import assert_close
 from tests.helpers.ranks import job
+from tests.helpers.weights import assert_close
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.lomo_rank_cases import CASES, resume, runs, save, uneven
-from tests.helpers.lomo_runs import assert_close
 from tests.helpers.ranks import job
+from tests.helpers.weights import assert_close
 
 pytestmark = pytest.mark.gpu
 

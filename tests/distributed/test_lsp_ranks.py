@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.lomo_runs import assert_close, assert_equal
 from tests.helpers.lsp_rank_cases import CASES, ON_FOUR, choose, compare, each, freeze, overlap, resume, save, strided
 from tests.helpers.ranks import job, run_job
+from tests.helpers.weights import assert_close, assert_equal
 
 Results = dict[int, list[dict[str, Any]]]
 

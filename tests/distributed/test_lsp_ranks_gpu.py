@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
 def compare_on_gpu(rank: int, folder: Path) -> dict[str, Any]:
     """Every rank has the same batch, so two make the steps of one; each schedule and number of ranks the same bits."""
     from tests.helpers.lomo_runs import start
-    from tests.helpers.lsp_runs import current_weights
+    from tests.helpers.weights import parameters_of
     from tests.helpers.zoo import Wandering, plain_batch, seeded
 
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -43,7 +43,7 @@ def compare_on_gpu(rank: int, folder: Path) -> dict[str, Any]:
                 engine.step()
             if name == "owned":
                 engine.save_checkpoint(str(folder / schedule))
-            found[f"{name}, {schedule}"] = current_weights(engine)
+            found[f"{name}, {schedule}"] = parameters_of(engine)
             engine.destroy()
     return found
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.helpers.lomo_runs import train
 from tests.helpers.tiny_models import tiny_batch, tiny_model
-from tests.helpers.zo_runs import assert_equal, weights
+from tests.helpers.weights import assert_equal, weights
 
 peft = pytest.importorskip("peft")
 LR = 1e-2

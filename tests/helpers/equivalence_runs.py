@@ -13,9 +13,8 @@ from torch import nn
 
 import ds_zo.backends.zo.backend
 from benchmarks.ablations import ablate
+from tests.helpers.weights import Weights, parameters_of
 from tests.helpers.zo_runs import on_device, zo_json
-
-Weights = dict[str, torch.Tensor]
 
 
 def zo_config(
@@ -59,12 +58,6 @@ def one_step(engine: Any, batch: Mapping[str, Any]) -> None:
     engine.step()
 
 
-def parameters_of(engine: Any) -> Weights:
-    """The current weights by `named_parameters` name, copied to the host."""
-    state = engine.module.state_dict()
-    return {name: state[name].detach().to("cpu", copy=True) for name, _ in engine.module.named_parameters()}
-
-
 def masters_of(engine: Any) -> Weights:
     """The current weights in float32, low planes and pending updates included."""
     get = deepspeed.utils.safe_get_full_fp32_param
@@ -79,13 +72,6 @@ def trained(
         for batch in batches:
             one_step(engine, batch)
         return parameters_of(engine)
-
-
-def assert_same_weights(ours: Weights, theirs: Weights) -> None:
-    """Bit for bit."""
-    assert ours.keys() == theirs.keys()
-    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
-    assert not different, f"{len(different)} of {len(theirs)} parameters differ: {different[:4]}"
 
 
 class Measured:

@@ -14,6 +14,7 @@ from torch import nn
 
 from tests.helpers.lomo_runs import config_for, lively, start, streamed
 from tests.helpers.tiny_models import tiny_batch
+from tests.helpers.weights import weights
 from tests.helpers.zo_rank_cases import counted, digest, mine
 
 STAYS_OUT = {"resident_blocks": 0}
@@ -50,10 +51,6 @@ def with_stage(config: dict[str, Any], stage: int) -> dict[str, Any]:
 
 def batch_of(size: int, *, seed: int, on: Any) -> dict[str, torch.Tensor]:
     return {k: v.to(on.device) for k, v in tiny_batch("llama", seed=seed, batch_size=size, length=8).items()}
-
-
-def weights(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: value.detach().cpu().clone() for name, value in engine.module.state_dict().items()}
 
 
 def stored_nbytes(engine: Any) -> dict[str, int]:
@@ -133,7 +130,7 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
             engine.step()
             digests.append(digest(engine))
         found[name] = {
-            "weights": weights(engine),
+            "weights": weights(engine.module),
             "norm": engine.get_global_grad_norm(),
             "skipped": engine.skipped_steps,
             "digests": digests,
@@ -211,7 +208,7 @@ def uneven(rank: int, stage: int | None) -> dict[str, Any]:
             engine.backward(torch.stack(losses).mean())
             engine.step()
             digests.append(digest(engine))
-        found[name] = {"weights": weights(engine), "digests": digests}
+        found[name] = {"weights": weights(engine.module), "digests": digests}
         engine.destroy()
     return found
 
@@ -270,7 +267,7 @@ def save(rank: int, folder: Path) -> dict[str, Any]:
                 engine(**batch_of(2, seed=0, on=engine))  # by this rank alone, but where it has shards alone
             engine.train()
         _step(engine, 1)
-        found[name] = weights(engine)
+        found[name] = weights(engine.module)
         if on_devices:
             _read_and_write(engine, folder / "whole")
             with pytest.raises(RuntimeError, match="an engine needs whole weights"):
@@ -283,7 +280,7 @@ def _read_and_write(engine: Any, folder: Path) -> None:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-    now = weights(engine)
+    now = weights(engine.module)
     engine.save_16bit_model(str(folder), "whole.bin")
     consolidated = engine._zero3_consolidated_16bit_state_dict()
     if dist.get_rank() == 0:
@@ -297,9 +294,9 @@ def _read_and_write(engine: Any, folder: Path) -> None:
             p.data.fill_(0.5)
     assert (safe_get_full_fp32_param(p) == 0.5).all()
     safe_set_full_fp32_param(p, torch.full(p.shape, 0.25, device=engine.device))
-    assert (weights(engine)[name] == 0.25).all()
+    assert (weights(engine.module)[name] == 0.25).all()
     engine.module.load_state_dict(now)
-    assert all(torch.equal(value, now[name]) for name, value in weights(engine).items())
+    assert all(torch.equal(value, now[name]) for name, value in weights(engine.module).items())
     copied = copy.deepcopy(engine.module).state_dict()
     assert all(torch.equal(value.cpu(), now[name]) for name, value in copied.items())
 
@@ -312,13 +309,13 @@ def resume(rank: int, folders: list[Path]) -> dict[str, Any]:
             engine.load_checkpoint(str(folder / name))
             _step(engine, 1)
             if "on devices" in name:
-                found[f"{folder.name} {name}"] = weights(engine)
+                found[f"{folder.name} {name}"] = weights(engine.module)
                 engine.destroy()
                 if dist.get_world_size() > 1:
                     assert not any(p.numel() for p in engine.module.model.layers.parameters())
                 continue
             engine.destroy()
-            found[f"{folder.name} {name}"] = weights(engine)
+            found[f"{folder.name} {name}"] = weights(engine.module)
     return found
 
 

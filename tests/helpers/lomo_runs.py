@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import deepspeed
@@ -13,8 +13,7 @@ import ds_zo  # noqa: F401
 from tests.helpers.equivalence_runs import on_device
 from tests.helpers.loaded_models import lora_over
 from tests.helpers.tiny_models import tiny_batch, tiny_model
-
-Weights = dict[str, torch.Tensor]
+from tests.helpers.weights import Weights
 
 
 def config_for(kind: str = "LOMO", *, clipping: float = 0.0, lr: float = 0.1, **more: Any) -> dict[str, Any]:
@@ -100,14 +99,3 @@ def lora_model(*, train_base: bool = True) -> Any:
     for p in model.parameters():
         p.requires_grad_(p.requires_grad or train_base)
     return model
-
-
-def assert_equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert not [name for name in a if not torch.equal(a[name], b[name])]
-
-
-def assert_close(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], *, atol: float = 1e-6) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-6, atol=atol, msg=name)

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from tests.helpers.lomo_runs import start, train
-from tests.helpers.lsp_runs import Strided, current_weights, lsp_json, small
+from tests.helpers.lsp_runs import Strided, lsp_json, small
 from tests.helpers.tiny_models import tiny_batch
+from tests.helpers.weights import Weights, parameters_of
 
-Weights = dict[str, torch.Tensor]
 GLOBAL_BATCH = 4
 NUM_STEPS, NUM_FITTED_STEPS = 3, 4
 """The second where projectors are fitted anew after two steps."""
@@ -79,7 +79,7 @@ def compare(rank: int) -> dict[str, Any]:
                 engine.zero_grad()
                 engine.backward(engine(**batch_of(rank, step, world_size)).loss)
             engine.step()
-            weights = current_weights(engine)
+            weights = parameters_of(engine)
         results[name] = {
             "weights": weights,
             "norm": engine.get_global_grad_norm(),
@@ -127,7 +127,7 @@ def halves(
         engine.backward(torch.stack(losses).mean())
         after_backward(step)
         engine.step()
-    weights = current_weights(engine)
+    weights = parameters_of(engine)
     engine.destroy()
     return weights
 
@@ -136,7 +136,7 @@ def choose(rank: int, stage: int, projector: str) -> Weights:
     """Each half leaves out another layer, and both leave out the last but one, which does not move."""
     case: dict[str, Any] = {"stage": stage, "params": {"projector": projector, "check_interval": 2}}
     engine = start(json_of(case, torch.distributed.get_world_size()), Choosy())
-    before = current_weights(engine)
+    before = parameters_of(engine)
     after = halves(rank, engine, lambda x, half: engine(x, [0, 3] if half else [1, 3]))
     moved = [any(not torch.equal(after[n], before[n]) for n in after if f"layers.{i}." in n) for i in range(4)]
     assert moved == [True, True, False, True]
@@ -176,7 +176,7 @@ def overlap(rank: int) -> dict[str, Any]:
         time.sleep(0.2)
     else:
         alone = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    weights = current_weights(engine)
+    weights = parameters_of(engine)
     engine.destroy()
     return {"after_backward": after_backward, "after_step": after_step, "alone": alone, "weights": weights}
 
@@ -222,4 +222,4 @@ def _ended(engine: Any, name: str, *, first: int, saved: int | None, folder: Pat
         norms.append(engine.get_global_grad_norm())
         if step + 1 == saved:
             engine.save_checkpoint(str(folder))
-    return {**current_weights(engine), "norms": torch.tensor(norms)}
+    return {**parameters_of(engine), "norms": torch.tensor(norms)}

@@ -69,10 +69,3 @@ def identity_projectors(monkeypatch: pytest.MonkeyPatch) -> None:
 def adopt_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Candidates take the place of the present projectors whatever they capture."""
     monkeypatch.setattr(lsp_calibration, "MIN_GAIN", -1.0)  # of at most 1
-
-
-def current_weights(engine: Any) -> dict[str, torch.Tensor]:
-    """Copies of the weights of the last step. `state_dict` applies pending updates and waits for copies to the host; a
-    streamed block's own memory may be partly updated."""
-    state = engine.module.state_dict()
-    return {name: state[name].detach().to("cpu", copy=True) for name, _ in engine.module.named_parameters()}

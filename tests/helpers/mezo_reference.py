@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from ds_zo import ops
+from tests.helpers.weights import Weights
 from tests.helpers.zo_runs import EPS, LR, set_snapshot, snapshot
-
-Weights = dict[str, torch.Tensor]
 
 
 class PlainMeZO:

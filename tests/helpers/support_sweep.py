@@ -24,10 +24,11 @@ from torch import nn
 from ds_zo import ConfigError
 from ds_zo.records.environment import commit, versions
 from tests.helpers import families
-from tests.helpers.lomo_runs import Weights, start, train, train_plain, weights_of
+from tests.helpers.lomo_runs import start, train, train_plain, weights_of
 from tests.helpers.moe_configs import moe_configs
 from tests.helpers.ranks import run_job
 from tests.helpers.support_matrix import PAGE, ROWS, uploaded_bytes
+from tests.helpers.weights import Weights
 
 FILE = ROWS["cpu"].with_name("cpu_model_kinds.jsonl")
 METHODS = {"LOMO": "LOMO as SGD", "LoRA": "LoRA by AdamW", "experts": "LoRA on weights of experts"}

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.helpers.weights import weights
+
 BF16 = {"bf16": {"enabled": True}}
 GLOBAL_BATCH = 4
 NUM_STEPS = 4
@@ -51,10 +53,6 @@ def engine(json: dict[str, Any], model: Any = None) -> Any:
     return engine_for(model, json)
 
 
-def state(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: value.detach().cpu().clone() for name, value in engine.module.state_dict().items()}
-
-
 def trained(json: dict[str, Any], rank: int, *, model: Any = None, groups: int | None = None, **steps: Any) -> Any:
     """An engine after some steps, each rank with its part of the global batch; with `groups`, ranks of a group but its
     first are given nonsense."""
@@ -78,11 +76,16 @@ def digest(engine: Any) -> str:
     """Of the weights' bits as this rank sees them."""
     from ds_zo.checkpoint.files import hash_tensors
 
-    return str(hash_tensors({name: value.contiguous() for name, value in state(engine).items()}))
+    return str(hash_tensors({name: value.contiguous() for name, value in weights(engine.module).items()}))
 
 
 def result(engine: Any) -> dict[str, Any]:
-    return {"state": state(engine), "norms": engine.norms, "digests": engine.digests, "skipped": engine.skipped_steps}
+    return {
+        "state": weights(engine.module),
+        "norms": engine.norms,
+        "digests": engine.digests,
+        "skipped": engine.skipped_steps,
+    }
 
 
 # Jobs
@@ -257,7 +260,7 @@ def alone(rank: int) -> dict[str, Any]:
             if rank == step % dist.get_world_size():
                 seen.append(digest(made))
                 bare = {name: p.data.cpu() for name, p in model.named_parameters()}
-                assert all(torch.equal(bare[name], value) for name, value in state(made).items())
+                assert all(torch.equal(bare[name], value) for name, value in weights(made.module).items())
                 if stage == 3:
                     model.blocks[0].linear.weight.data.zero_()  # a copy, not memory that the others read
                 made.module.eval()
@@ -265,12 +268,11 @@ def alone(rank: int) -> dict[str, Any]:
                     seen.append(made(**batch).item())
                 made.module.train()
             if step == 3:
-                weights = {name: value + 1e-3 for name, value in state(made).items()}
-                made.module.load_state_dict(weights)
+                made.module.load_state_dict({name: value + 1e-3 for name, value in weights(made.module).items()})
             if step == 4:
                 for p in nn.ModuleList([model.blocks[1]]).parameters():
                     p.requires_grad_(False)
-        found[str(stage)] = {"state": state(made), "seen": seen}
+        found[str(stage)] = {"state": weights(made.module), "seen": seen}
         made.destroy()
         dist.barrier()
         found[f"left by {stage}"] = {name: value.cpu().clone() for name, value in model.state_dict().items()}

@@ -68,16 +68,6 @@ def one_step(engine: Any, batch: dict[str, Any]) -> float:
     return loss.item()
 
 
-def weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value.detach().to("cpu", copy=True) for name, value in module.state_dict().items()}
-
-
-def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
-    assert not different, f"differ: {different}"
-
-
 @contextmanager
 def log_lines(level: int = logging.WARNING) -> Iterator[list[str]]:
     """What the library logs meanwhile."""

@@ -26,6 +26,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from ds_zo.config.registry import entry_of
 from ds_zo.plugin.engine import PluginEngine
 from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.weights import Weights
 
 LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "adalomo": 1e-2, "lsp": 1e-3, "adapter": 1e-3}
 """Large enough that a few steps move a toy model."""
@@ -35,7 +36,6 @@ ENGINE_BACKENDS = ("zo", "lomo", "lsp")
 by test_trainer and checkpoint/test_resume_first_order, its ranks by distributed/test_lomo_ranks."""
 
 MICRO_BATCH = 4
-Weights = dict[str, torch.Tensor]
 Batch = dict[str, torch.Tensor]
 
 

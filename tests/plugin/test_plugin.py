@@ -12,7 +12,7 @@ import gc
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ from ds_zo.plugin.startup import ModelFacts, format_bytes, startup_table
 from tests.helpers.client_jsons import OF_CLIENTS
 from tests.helpers.processes import REPO
 from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.weights import assert_equal
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -102,12 +103,6 @@ def train(engine: DeepSpeedEngine, num_micro_steps: int, *, first: int = 0) -> l
 
 def weights(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-
-
-def assert_same_weights(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    different = [name for name in a if not torch.equal(a[name], b[name])]
-    assert not different
 
 
 def printed(output: str, mark: str) -> list[Any]:
@@ -281,7 +276,7 @@ def test_sgd_backend_equals_deepspeeds_own_sgd(sgd_backend, accumulation):
         engine = start(sgd_config(ours=ours, accumulation=accumulation, scheduler=WARM_UP))
         runs.append((train(engine, 6), engine.get_lr(), engine.global_steps, engine.global_samples, weights(engine)))
     assert runs[0][:-1] == runs[1][:-1]
-    assert_same_weights(runs[0][-1], runs[1][-1])
+    assert_equal(runs[0][-1], runs[1][-1])
 
 
 def test_bf16_block_gives_bf16_parameters_and_no_master_copy(sgd_backend):
@@ -301,7 +296,7 @@ def test_bf16_block_gives_bf16_parameters_and_no_master_copy(sgd_backend):
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-    assert_same_weights(weights(engine), {name: p.detach() for name, p in model.named_parameters()})
+    assert_equal(weights(engine), {name: p.detach() for name, p in model.named_parameters()})
 
 
 def test_scale_wrt_gas_false_leaves_the_callers_scale(sgd_backend):
@@ -313,7 +308,7 @@ def test_scale_wrt_gas_false_leaves_the_callers_scale(sgd_backend):
         theirs.backward(theirs(**batch).loss / 2, scale_wrt_gas=False)
         ours.step()
         theirs.step()
-    assert_same_weights(weights(ours), weights(theirs))
+    assert_equal(weights(ours), weights(theirs))
 
 
 def test_no_sync_accumulates_and_refuses_to_step(sgd_backend):
@@ -330,7 +325,7 @@ def test_bare_backward_is_right_or_refused(sgd_backend):
     train(through, 1)
     bare(**on(bare, tiny_batch("llama"))).loss.backward()
     bare.step()
-    assert_same_weights(weights(through), weights(bare))
+    assert_equal(weights(through), weights(bare))
 
     accumulating = start(sgd_config(accumulation=2))
     with pytest.raises(RuntimeError, match=r"engine\.backward\(loss\)"):
@@ -355,7 +350,7 @@ def test_a_skipped_step_is_counted_and_the_schedule_goes_on(sgd_backend):
     assert not engine.was_step_applied()
     assert (engine.skipped_steps, engine.global_steps) == (1, 1)
     assert engine.get_lr() == pytest.approx([0.075])
-    assert_same_weights(before, weights(engine))
+    assert_equal(before, weights(engine))
     train(engine, 1)
     assert engine.was_step_applied()
     assert (engine.skipped_steps, engine.global_steps) == (1, 2)
@@ -488,14 +483,14 @@ def test_a_model_built_under_zero_init_trains_as_one_that_was_not(sgd_backend, o
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         initial = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = start(config, model)
-    assert_same_weights(initial, weights(engine))
+    assert_equal(initial, weights(engine))
     assert {name for p in model.parameters() for name in vars(p) if name.startswith("ds_")} == {"ds_status"}  # for TRL
 
     plain = tiny_model("llama")
     plain.load_state_dict(initial, strict=False)
     reference = start(sgd_config(), plain)
     assert train(engine, 3) == train(reference, 3)
-    assert_same_weights(weights(engine), weights(reference))
+    assert_equal(weights(engine), weights(reference))
 
 
 RANKS = """

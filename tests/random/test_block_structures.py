@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from tests.helpers.lomo_runs import start, streamed
-from tests.helpers.lsp_runs import CPU, current_weights, identity_projectors, lsp_json
+from tests.helpers.lsp_runs import CPU, identity_projectors, lsp_json
 from tests.helpers.mezo_reference import PlainMeZO, loss_on
+from tests.helpers.weights import Weights, parameters_of
 from tests.helpers.zo_runs import zo_json
 from tests.random.generated_models import NUM_TURNS, Generated, batches
 from tests.random.sizes import seeds
@@ -22,7 +23,6 @@ from tests.random.sizes import seeds
 pytestmark = pytest.mark.usefixtures("single_process")
 
 NUM_STEPS = 4
-Weights = dict[str, torch.Tensor]
 
 STREAMED = {**CPU, "offload_param": {"device": "cpu"}}
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5}
@@ -40,7 +40,7 @@ def trained(config: dict[str, Any], seed: int) -> tuple[Weights, float]:
         engine.eval()
         with torch.no_grad():
             evaluated = engine(**next(batches(seed + 1, 1))).item()
-        return current_weights(engine), evaluated
+        return parameters_of(engine), evaluated
     finally:
         engine.destroy()
 

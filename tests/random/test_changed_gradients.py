@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.adapter_runs import adapted, adapter_json, batches, weights
+from tests.helpers.adapter_runs import adapted, adapter_json, batches
 from tests.helpers.adapter_runs import start as start_adapter
 from tests.helpers.lomo_runs import start
 from tests.helpers.lsp_runs import CPU, lsp_json, small
+from tests.helpers.weights import weights
 from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -17,6 +17,7 @@ from ds_zo import ops
 from ds_zo.backends.zo import block_store
 from tests.helpers.loaded_models import lora_over
 from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.weights import weights
 from tests.helpers.zo_runs import (
     Block,
     FunctionalTie,
@@ -26,7 +27,6 @@ from tests.helpers.zo_runs import (
     one_step,
     toy_batches,
     train,
-    weights,
     zo_json,
 )
 from tests.random.sizes import seeds

@@ -15,8 +15,9 @@ from ds_zo.backends.adapter.backend import AdapterBackend
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.snapshot import Snapshot
 from ds_zo.plugin import checkpointing
-from tests.helpers.adapter_runs import adapter_json, batches, peft, start, train, weights
+from tests.helpers.adapter_runs import adapter_json, batches, peft, start, train
 from tests.helpers.tiny_models import tiny_model
+from tests.helpers.weights import weights
 from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tests.helpers.lsp_runs import lsp_json
-from tests.helpers.zo_runs import Toy, assert_equal, log_lines, toy_batches, train, weights, zo_json
+from tests.helpers.weights import assert_equal, weights
+from tests.helpers.zo_runs import Toy, log_lines, toy_batches, train, zo_json
 from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -21,11 +21,11 @@ from torch.optim.swa_utils import AveragedModel
 import ds_zo  # noqa: F401
 from tests.helpers.loaded_models import lora_over
 from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.weights import Weights
 from tests.random.sizes import seeds
 
 NUM_STEPS = 3
 LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "lsp": 1e-3}
-Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,8 @@ import torch
 
 from ds_zo.backends.zo.repeats import check_repeats
 from tests.helpers.mezo_reference import PlainMeZO, loss_on
-from tests.helpers.zo_runs import (
-    Recorder,
-    Toy,
-    assert_equal,
-    close,
-    engine_for,
-    log_lines,
-    one_step,
-    toy_batches,
-    train,
-    weights,
-    zo_json,
-)
+from tests.helpers.weights import assert_equal, weights
+from tests.helpers.zo_runs import Recorder, Toy, close, engine_for, log_lines, one_step, toy_batches, train, zo_json
 from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")

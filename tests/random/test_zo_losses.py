@@ -22,18 +22,8 @@ from torch import nn
 
 from ds_zo import ops
 from tests.helpers.mezo_reference import PlainMeZO
-from tests.helpers.zo_runs import (
-    EPS,
-    LR,
-    Recorder,
-    Toy,
-    assert_equal,
-    engine_for,
-    log_lines,
-    toy_batches,
-    weights,
-    zo_json,
-)
+from tests.helpers.weights import assert_equal, weights
+from tests.helpers.zo_runs import EPS, LR, Recorder, Toy, engine_for, log_lines, toy_batches, zo_json
 from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -16,8 +16,9 @@ from ds_zo.backends.adapter import streamed
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.plugin import checkpointing
 from ds_zo.streaming.loading import load_pretrained
-from tests.helpers.adapter_runs import METHODS, adapted, adapter_json, batches, peft, start, train, weights
+from tests.helpers.adapter_runs import METHODS, adapted, adapter_json, batches, peft, start, train
 from tests.helpers.tiny_models import tiny_model
+from tests.helpers.weights import weights
 
 pytestmark = pytest.mark.usefixtures("single_process")
 BF16 = {"bf16": {"enabled": True}}

@@ -26,10 +26,10 @@ from tests.helpers.adapter_runs import (
     run_plain,
     start,
     train,
-    weights,
 )
 from tests.helpers.decoded_values import decoded, with_decoded_base
 from tests.helpers.tiny_models import tiny_model
+from tests.helpers.weights import weights
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -13,9 +13,10 @@ from torch import nn
 from ds_zo.backends.adapter.matrix_decoding import EncodedParameter
 from ds_zo.streaming.budget import decodes_by_matrix, decoding_nbytes
 from ds_zo.streaming.placement import WIRE, plan_units
-from tests.helpers.adapter_runs import adapted, adapter_json, assert_same, batches, peft, run, start, train, weights
+from tests.helpers.adapter_runs import adapted, adapter_json, assert_same, batches, peft, run, start, train
 from tests.helpers.decoded_values import with_decoded_base
 from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.weights import weights
 
 pytestmark = pytest.mark.usefixtures("single_process")
 WIDE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160}

@@ -19,7 +19,7 @@ from deepspeed.utils import (
 )
 
 from tests.helpers import adapter_runs, lomo_runs
-from tests.helpers.lomo_runs import assert_equal
+from tests.helpers.weights import assert_equal
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from tests.helpers.equivalence_runs import on_device
-from tests.helpers.lomo_runs import assert_close, assert_equal, batches, config_for, lively, start, streamed, train
+from tests.helpers.lomo_runs import batches, config_for, lively, start, streamed, train
+from tests.helpers.weights import assert_close, assert_equal
 
 pytestmark = pytest.mark.usefixtures("single_process")
 OFFLOAD = {f"offload_{what}": {"device": "cpu"} for what in ("param", "optimizer")}

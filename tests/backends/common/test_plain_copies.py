@@ -16,7 +16,8 @@ import transformers
 import ds_zo  # noqa: F401
 from ds_zo.backends.common.plain_copies import StandIn
 from tests.helpers.tiny_models import tiny_batch, tiny_model
-from tests.helpers.zo_runs import assert_equal, log_lines, train, weights
+from tests.helpers.weights import assert_equal, weights
+from tests.helpers.zo_runs import log_lines, train
 
 LEARNING_RATE = {"zo": 1e-3, "lomo": 1e-1, "lsp": 1e-3}
 BATCHES = [tiny_batch("llama", seed=seed) for seed in range(4)]

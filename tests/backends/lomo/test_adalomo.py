@@ -12,16 +12,8 @@ from torch import nn
 from ds_zo.config import AdaLOMOParams
 from ds_zo.optim import FactoredMoments, adalomo_update_
 from tests.helpers.adalomo_reference import PlainAdaLOMO
-from tests.helpers.lomo_runs import (
-    assert_close,
-    batches,
-    checkpointed,
-    config_for,
-    lively,
-    start,
-    train,
-    weights_of,
-)
+from tests.helpers.lomo_runs import batches, checkpointed, config_for, lively, start, train, weights_of
+from tests.helpers.weights import assert_close
 from tests.helpers.zoo import CASES
 
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -10,17 +10,8 @@ from torch import nn
 
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.config import ConfigError
-from tests.helpers.lomo_runs import (
-    assert_close,
-    assert_equal,
-    batches,
-    config_for,
-    lively,
-    lora_model,
-    start,
-    train,
-    weights_of,
-)
+from tests.helpers.lomo_runs import batches, config_for, lively, lora_model, start, train, weights_of
+from tests.helpers.weights import assert_close, assert_equal
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

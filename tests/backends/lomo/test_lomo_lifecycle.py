@@ -17,8 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ds_zo.config import ConfigError
 from tests.helpers.lomo_runs import (
-    assert_close,
-    assert_equal,
     batches,
     checkpointed,
     config_for,
@@ -30,6 +28,7 @@ from tests.helpers.lomo_runs import (
     weights_of,
 )
 from tests.helpers.tiny_models import tiny_model
+from tests.helpers.weights import assert_close, assert_equal
 from tests.helpers.zo_rank_cases import Failing
 
 STALE = r"forward after the last update.*add the losses up"

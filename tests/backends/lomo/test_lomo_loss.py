@@ -8,7 +8,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ds_zo.backends.common import chunked_loss
 from ds_zo.backends.common.chunked_loss import chunked_causal_lm_loss
-from tests.helpers.lomo_runs import assert_equal, batches, config_for, lively, start, train, weights_of
+from tests.helpers.lomo_runs import batches, config_for, lively, start, train, weights_of
+from tests.helpers.weights import assert_equal
 
 VOCAB = 50
 

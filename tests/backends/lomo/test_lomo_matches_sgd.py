@@ -8,18 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.lomo_runs import (
-    assert_close,
-    assert_equal,
-    batches,
-    checkpointed,
-    config_for,
-    lively,
-    start,
-    train,
-    train_plain,
-    weights_of,
-)
+from tests.helpers.lomo_runs import batches, checkpointed, config_for, lively, start, train, train_plain, weights_of
+from tests.helpers.weights import assert_close, assert_equal
 from tests.helpers.zoo import seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -12,7 +12,8 @@ from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.helpers.lomo_runs import assert_equal, batches, config_for, lively, start, train, weights_of
+from tests.helpers.lomo_runs import batches, config_for, lively, start, train, weights_of
+from tests.helpers.weights import assert_equal
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

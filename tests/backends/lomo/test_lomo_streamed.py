@@ -12,8 +12,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.helpers.lomo_runs import (
-    assert_close,
-    assert_equal,
     batches,
     checkpointed,
     config_for,
@@ -24,6 +22,7 @@ from tests.helpers.lomo_runs import (
     train,
     weights_of,
 )
+from tests.helpers.weights import assert_close, assert_equal
 from tests.helpers.zoo import Layer, Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")

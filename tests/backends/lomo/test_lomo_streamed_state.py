@@ -13,8 +13,9 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
 
 from ds_zo.config import ConfigError, resolve
-from tests.helpers.lomo_runs import assert_equal, batches, config_for, lively, start, streamed, train, weights_of
+from tests.helpers.lomo_runs import batches, config_for, lively, start, streamed, train, weights_of
 from tests.helpers.lsp_runs import lsp_json
+from tests.helpers.weights import assert_equal
 from tests.helpers.zoo import CASES, Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ds_zo.config import ConfigError
-from tests.helpers.lomo_runs import assert_equal, batches, start, train
-from tests.helpers.lsp_runs import current_weights, lsp_json, small
+from tests.helpers.lomo_runs import batches, start, train
+from tests.helpers.lsp_runs import lsp_json, small
+from tests.helpers.weights import assert_equal, parameters_of
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -45,18 +46,18 @@ def test_an_overflow_in_one_matrix_skips_the_whole_step(place: str) -> None:
     schedule = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
     engine = start(lsp_json(lr=1e-3, fp16=FP16, scheduler=schedule, **PLACES[place]), small())
     train(engine, batches("llama", 1))
-    before, before_states = current_weights(engine), states(engine)
+    before, before_states = parameters_of(engine), states(engine)
     p = engine.module.lm_head.weight if place == "streamed" else engine.module.model.layers[1].mlp.up_proj.weight
     handle = p.register_hook(overflowing)
     train(engine, batches("llama", 1, first=1))
     handle.remove()
-    assert_equal(current_weights(engine), before)
+    assert_equal(parameters_of(engine), before)
     assert_equal(states(engine), before_states)
     assert (engine.skipped_steps, engine.was_step_applied(), engine.optimizer.overflow) == (1, False, True)
     assert engine._get_optimizer_loss_scale() == 2.0**5 and engine.get_lr() == [0.5e-3]
     train(engine, batches("llama", 2, first=2))
     assert engine.skipped_steps == 1 and engine._get_optimizer_loss_scale() == 2.0**6  # two clean steps
-    after = current_weights(engine)
+    after = parameters_of(engine)
     assert sum(not torch.equal(after[name], value) for name, value in before.items()) > 10
 
 
@@ -89,7 +90,7 @@ def test_fits_and_a_resumed_run_go_on_with_the_scale(tmp_path: Path) -> None:
     resumed.load_checkpoint(str(tmp_path))
     assert resumed._get_optimizer_loss_scale() == 2.0**7
     assert train(resumed, data[5:]) == train(whole, data[5:])
-    assert_equal(current_weights(resumed), current_weights(whole))
+    assert_equal(parameters_of(resumed), parameters_of(whole))
 
 
 def test_gradients_without_a_scale_are_refused() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -14,8 +13,9 @@ from torch import nn
 
 from ds_zo.backends.lsp.device_group import DeviceGroup
 from ds_zo.backends.lsp.host_group import GroupPhase
-from tests.helpers.lomo_runs import assert_close, start
-from tests.helpers.lsp_runs import current_weights, identity_projectors, lsp_json
+from tests.helpers.lomo_runs import start
+from tests.helpers.lsp_runs import identity_projectors, lsp_json
+from tests.helpers.weights import assert_close, parameters_of
 from tests.helpers.zoo import Wandering, plain_batch, seeded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
@@ -30,13 +30,6 @@ NONE_STAYS = {"stream": {"resident_blocks": 0}}
 """Left out, all blocks move to the device after the first step."""
 WIDTH = 1024
 """A block is 8 MB in bf16: 0.15 ms on the link and more on the CPU, next to nothing to compute for sixteen tokens."""
-
-
-@pytest.fixture(scope="module")
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def model(width: int = WIDTH) -> nn.Module:
@@ -58,7 +51,7 @@ def run(
             assert any(group.phase is GroupPhase.UPDATING for group in engine.backend._groups.on_host)
         engine.step()
         losses.append(loss.detach().clone())  # nobody waits
-    weights = current_weights(engine)
+    weights = parameters_of(engine)
     engine.destroy()
     return losses, weights
 

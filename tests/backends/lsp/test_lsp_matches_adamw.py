@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.lomo_runs import assert_close, batches, start, train, train_plain, weights_of
-from tests.helpers.lsp_runs import current_weights, identity_projectors, lsp_json, small
+from tests.helpers.lomo_runs import batches, start, train, train_plain, weights_of
+from tests.helpers.lsp_runs import identity_projectors, lsp_json, small
+from tests.helpers.weights import assert_close, parameters_of
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -33,7 +34,7 @@ def test_identity_projectors_are_adamw(name: str, offload: bool, monkeypatch: py
     engine = start(json, small(name))
     assert sum(matrix.subspace is not None for matrix in engine.backend._matrices) > 8
     train(engine, batches(name, NUM_STEPS))
-    assert_close(current_weights(engine), adamw(name, batches(name, NUM_STEPS)), atol=1e-5)
+    assert_close(parameters_of(engine), adamw(name, batches(name, NUM_STEPS)), atol=1e-5)
 
 
 def test_global_clipping_is_adamws(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +45,7 @@ def test_global_clipping_is_adamws(monkeypatch: pytest.MonkeyPatch) -> None:
     for batch in batches("llama", 8):
         train(engine, [batch])
         norms.append(engine.get_global_grad_norm())
-    assert_close(current_weights(engine), adamw("llama", batches("llama", 8), max_norm=0.5), atol=1e-5)
+    assert_close(parameters_of(engine), adamw("llama", batches("llama", 8), max_norm=0.5), atol=1e-5)
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, eps=EPS)
     _, expected = train_plain(model, batches("llama", 8), optimizer, max_norm=0.5)
@@ -99,4 +100,4 @@ def test_it_is_adam_in_the_subspace_by_dense_algebra(offload: bool) -> None:
                 if n in hands:
                     p.mul_(1 - lr * decay).sub_(hands[n].direction(p.grad, clip=clip), alpha=lr)
         model.zero_grad()
-    assert_close(current_weights(engine), weights_of(model), atol=1e-5)
+    assert_close(parameters_of(engine), weights_of(model), atol=1e-5)

@@ -30,8 +30,9 @@ from ds_zo.projectors import workspace
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.streams import DONE, InlineStreams
-from tests.helpers.lomo_runs import assert_close, assert_equal, batches, checkpointed, start, train
-from tests.helpers.lsp_runs import adopt_always, current_weights, lsp_json, small
+from tests.helpers.lomo_runs import batches, checkpointed, start, train
+from tests.helpers.lsp_runs import adopt_always, lsp_json, small
+from tests.helpers.weights import assert_close, assert_equal, parameters_of
 from tests.helpers.zoo import Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -60,7 +61,7 @@ def run(schedule: str, *, num_batches: int = 4, **json: Any) -> tuple[list[float
     engine = start(lsp_json(**json), small())
     losses = train(engine, batches("llama", num_batches))
     assert engine.backend._passes.starts_early == (schedule == "layerwise")
-    return losses, current_weights(engine)
+    return losses, parameters_of(engine)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -107,7 +108,7 @@ def test_layers_are_on_their_way_before_backward_returns_and_lag_until_used() ->
     seen: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         engine.module(**data[0])  # evaluation of the raw module, as Trainer does
-    weights = current_weights(engine)
+    weights = parameters_of(engine)
     assert torch.equal(seen["weight"], weights["model.layers.1.mlp.up_proj.weight"])
     assert not torch.equal(lagging["lm_head.weight"], weights["lm_head.weight"])
 
@@ -161,7 +162,7 @@ def test_an_evaluation_in_inference_mode_changes_nothing() -> None:
             if evaluates:
                 with torch.inference_mode():
                     engine(**batch)
-        weights.append(current_weights(engine))
+        weights.append(parameters_of(engine))
     assert_equal(*weights)
 
 
@@ -178,7 +179,7 @@ def test_a_weight_of_two_blocks_is_up_to_date_in_either() -> None:
             engine.step()
             with torch.no_grad():
                 losses.append(engine(**plain_batch(step, order=[2])).item())
-        found.append((losses, current_weights(engine)))
+        found.append((losses, parameters_of(engine)))
     assert found[0][0] == found[1][0]
     assert_equal(found[0][1], found[1][1])
 
@@ -226,7 +227,7 @@ def test_two_losses_a_step_add_up_or_are_refused() -> None:
         engine.step()
         train(engine, [third])
     for engine in (early, late):
-        assert_close(current_weights(engine), current_weights(whole), atol=1e-6)
+        assert_close(parameters_of(engine), parameters_of(whole), atol=1e-6)
 
 
 def test_zero_grad_forgets_what_was_begun() -> None:
@@ -242,7 +243,7 @@ def test_zero_grad_forgets_what_was_begun() -> None:
                 engine.backward(engine(**data[2]).loss)
                 (engine if who == "engine" else getattr(engine, who)).zero_grad()
             train(engine, data[3:])
-            weights.append(current_weights(engine))
+            weights.append(parameters_of(engine))
         assert_close(*weights, atol=1e-6)
 
 
@@ -252,15 +253,15 @@ def test_gradients_that_a_script_drops_are_forgotten() -> None:
         json = lsp_json(**{**extra, "params": {**extra["params"], "projector": "none"}})
         model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
         engine = start(json, model)
-        before = current_weights(engine)
+        before = parameters_of(engine)
         engine.backward(engine(torch.ones(2, 8)).square().mean())
         for p in model.parameters():
             p.grad = None
         engine.step()
-        assert_equal(current_weights(engine), before)
+        assert_equal(parameters_of(engine), before)
         engine.backward(engine(torch.ones(2, 8)).square().mean())
         engine.step()
-        assert not any(torch.equal(value, before[name]) for name, value in current_weights(engine).items())
+        assert not any(torch.equal(value, before[name]) for name, value in parameters_of(engine).items())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -269,7 +270,7 @@ def test_checkpointing_changes_nothing(reentrant: bool) -> None:
     for kind in (reentrant, None):
         engine = start(lsp_json(), checkpointed(small(), kind))
         train(engine, batches("llama", 3))
-        weights.append(current_weights(engine))
+        weights.append(parameters_of(engine))
     assert_close(*weights, atol=1e-5)
 
 
@@ -324,7 +325,7 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
     json = lsp_json(zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu"}, **streamed})
     engine = start(json, small())
     train(engine, batches("llama", 2))
-    expected = current_weights(engine)
+    expected = parameters_of(engine)
     engine.destroy()
 
     engine = start(json, small())

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.lomo_runs import assert_equal, batches, start, train
-from tests.helpers.lsp_runs import adopt_always, current_weights, lsp_json, small
+from tests.helpers.lomo_runs import batches, start, train
+from tests.helpers.lsp_runs import adopt_always, lsp_json, small
+from tests.helpers.weights import assert_equal, parameters_of
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -51,7 +52,7 @@ def test_streamed_equals_resident(case: str, monkeypatch: pytest.MonkeyPatch) ->
     engines = [start(config, small(name)), start(on_host(config, **stream), small(name))]
     losses = [train(engine, batches(name, 5 if case == "bf16" else 10)) for engine in engines]
     assert losses[0] == losses[1]
-    assert_equal(current_weights(engines[1]), current_weights(engines[0]))
+    assert_equal(parameters_of(engines[1]), parameters_of(engines[0]))
     runtime = engines[1].backend._streamed.block_store.runtime
     assert runtime.bytes_up > 0 and runtime.bytes_down > 0
     num_streamed = sum(unit.streamed for unit in engines[1].backend._streamed.block_store.placement.blocks)
@@ -59,11 +60,11 @@ def test_streamed_equals_resident(case: str, monkeypatch: pytest.MonkeyPatch) ->
     if case == "llama":
         for engine in engines:
             engine.module.eval()  # as `from_pretrained` leaves a model: it would ask for key-value caches
-        before = current_weights(engines[1])
+        before = parameters_of(engines[1])
         assert train(engines[0], batches(name, 2, first=10)) == train(engines[1], batches(name, 2, first=10))
-        assert_equal(current_weights(engines[1]), current_weights(engines[0]))
+        assert_equal(parameters_of(engines[1]), parameters_of(engines[0]))
         assert all(
-            not torch.equal(before[key], after) for key, after in current_weights(engines[1]).items() if "mlp" in key
+            not torch.equal(before[key], after) for key, after in parameters_of(engines[1]).items() if "mlp" in key
         )
 
 
@@ -98,8 +99,8 @@ def test_readers_and_a_resumed_run_see_the_step_that_was_made(tmp_path: Path) ->
     resumed = start(on_host(config), small())
     resumed.load_checkpoint(str(tmp_path))
     assert train(resumed, data[4:]) == train(streamed, data[4:]) == train(resident, data[4:])
-    assert_equal(current_weights(resumed), current_weights(resident))
-    before = current_weights(streamed)
+    assert_equal(parameters_of(resumed), parameters_of(resident))
+    before = parameters_of(streamed)
     streamed.destroy()
     assert_equal({name: p.detach() for name, p in streamed.module.named_parameters()}, before)
 
@@ -112,4 +113,4 @@ def test_two_losses_a_step_add_up() -> None:
         for batch in data:
             engine.backward(engine(**batch).loss)
         engine.step()
-    assert_equal(current_weights(engines[1]), current_weights(engines[0]))
+    assert_equal(parameters_of(engines[1]), parameters_of(engines[0]))

@@ -17,9 +17,10 @@ from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.config import ConfigError, LSPParams
 from ds_zo.optim.subspace_adam import Moments
 from ds_zo.projectors import SparseProjector, captured_share, flatten_spectrum
-from tests.helpers.lomo_runs import assert_close, assert_equal, batches, start, train
-from tests.helpers.lsp_runs import CPU, Strided, adopt_always, current_weights, lsp_json, small
+from tests.helpers.lomo_runs import batches, start, train
+from tests.helpers.lsp_runs import CPU, Strided, adopt_always, lsp_json, small
 from tests.helpers.tiny_models import tiny_batch
+from tests.helpers.weights import assert_close, assert_equal, parameters_of
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -53,9 +54,9 @@ def test_what_trains_how() -> None:
     assert "classifier.weight" in trained and not any("embeddings" in n for n in trained if n.endswith("s.weight"))
     frozen = start(lsp_json(params={"edge": "freeze"}), small())
     assert kinds(frozen).keys() == llama.keys() - {"model.embed_tokens.weight", "lm_head.weight"}
-    before = current_weights(frozen)
+    before = parameters_of(frozen)
     train(frozen, batches("llama", 2))
-    moved = {name for name, value in current_weights(frozen).items() if not torch.equal(value, before[name])}
+    moved = {name for name, value in parameters_of(frozen).items() if not torch.equal(value, before[name])}
     assert moved == kinds(frozen).keys()
     # 16 x 16 and 8 x 16 are no larger than d x d; 24 x 16 and 67 x 16 are. d is at most the smaller side.
     large = start(lsp_json(params={"subspace_dim": 18}), small())
@@ -73,9 +74,9 @@ def test_frozen_parameters_stay_and_cost_nothing() -> None:
     model.model.layers[0].requires_grad_(False)
     engine = start(lsp_json(), model)
     assert not any(name.startswith("model.layers.0.") for name in kinds(engine))
-    before = current_weights(engine)
+    before = parameters_of(engine)
     train(engine, batches("llama", 2))
-    after = current_weights(engine)
+    after = parameters_of(engine)
     assert all(torch.equal(before[name], after[name]) == name.startswith("model.layers.0.") for name in before)
     model.model.layers[0].requires_grad_(True)
     with pytest.raises(ValueError, match=r"model\.layers\.0.*before deepspeed\.initialize"):
@@ -94,7 +95,7 @@ def test_parameters_of_any_strides_train_as_contiguous_ones(projector: str, offl
         for seed in range(3):
             engine.backward(engine(torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))))
             engine.step()
-        weights.append(current_weights(engine))
+        weights.append(parameters_of(engine))
     assert_close(*weights, atol=1e-5)
 
 
@@ -108,7 +109,7 @@ def test_accumulation_is_the_large_batch(extra: dict[str, Any]) -> None:
     halves = [{k: v[i : i + 2] for k, v in batch.items()} for batch in whole for i in (0, 2)]
     train(engine, halves)
     assert engine.global_steps == 3
-    assert_close(current_weights(engine), current_weights(large), atol=1e-5)
+    assert_close(parameters_of(engine), parameters_of(large), atol=1e-5)
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -125,7 +126,7 @@ def test_a_bare_backward_is_the_engines(offload: bool, tmp_path: Path) -> None:
             resumed.step()
         bare.step()
     for engine in (bare, resumed):
-        assert_close(current_weights(engine), current_weights(through))
+        assert_close(parameters_of(engine), parameters_of(through))
 
 
 def learned(**params: Any) -> dict[str, Any]:
@@ -170,7 +171,7 @@ def test_projectors_that_capture_no_more_do_not_serve() -> None:
     for one in (engine, random):
         train(one, [*batches("llama", 1)] * 2)
     assert engine.backend.biases.keys() == draws(engine).keys() and set(draws(engine).values()) == {1}
-    assert_equal(*map(current_weights, (engine, random)))
+    assert_equal(*map(parameters_of, (engine, random)))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -206,13 +207,13 @@ def test_a_check_refits_what_fails_alone_and_later_steps_use_it(monkeypatch: pyt
     engines = [start(learned(check_interval=interval, fit_steps=1), small()) for interval in (2, 1000)]
     for engine in engines:
         train(engine, batches("llama", 4))
-    assert_equal(*map(current_weights, engines))
+    assert_equal(*map(parameters_of, engines))
     for matrix in engines[0].backend._matrices:
         if matrix.subspace is not None:
             assert matrix.subspace.num_draws == (2 if matrix.parameter.shape[0] == 24 else 1)
     for engine in engines:
         train(engine, batches("llama", 1, first=4))
-    refitted, kept = map(current_weights, engines)
+    refitted, kept = map(parameters_of, engines)
     changed = {name for name, value in kept.items() if not torch.equal(refitted[name], value)}
     assert changed == {f"model.layers.{i}.mlp.{part}_proj.weight" for i in (0, 1) for part in ("gate", "up")}
 
@@ -282,9 +283,9 @@ def test_updates_are_as_large_as_adamws(offload: bool, monkeypatch: pytest.Monke
     adopt_always(monkeypatch)
 
     def rms_of_updates(engine: Any, batch: Any) -> list[float]:
-        before = current_weights(engine)
+        before = parameters_of(engine)
         train(engine, [batch])
-        moved = {name: (value - before[name]) / 1e-2 for name, value in current_weights(engine).items()}
+        moved = {name: (value - before[name]) / 1e-2 for name, value in parameters_of(engine).items()}
         return [float(moved[name].square().mean().sqrt()) for name, projected in kinds(engine).items() if projected]
 
     data = list(batches("llama", 5))
@@ -336,7 +337,7 @@ def test_rounding_errors_of_narrow_copies_are_dropped_with_a_warning(
     finally:
         logger.removeHandler(caplog.handler)
     assert caplog.text.count("payload_dtype") == 1
-    assert_equal(current_weights(resumed), current_weights(engine))
+    assert_equal(parameters_of(resumed), parameters_of(engine))
 
 
 def test_a_checkpoint_of_another_subspace_is_refused(tmp_path: Path) -> None:
@@ -369,7 +370,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(offload: bool) -> None
     assert engine.skipped_steps == 1 and not engine.was_step_applied()
     for one in (engine, reference):
         train(one, data[2:])
-    assert_equal(current_weights(engine), current_weights(reference))
+    assert_equal(parameters_of(engine), parameters_of(reference))
     assert engine.skipped_steps == 1
 
 
@@ -379,9 +380,9 @@ def test_weights_in_bf16_do_not_lose_small_updates() -> None:
     for rounding in ("stochastic", "nearest"):
         json = lsp_json(lr=2e-5, bf16={"enabled": True}, ds_zo={"rounding": rounding})
         engine = start(json, small())
-        before = current_weights(engine)
+        before = parameters_of(engine)
         train(engine, [*batches("llama", 1)] * 8)
-        after = current_weights(engine)
+        after = parameters_of(engine)
         moved[rounding] = sum(int((after[name] != before[name]).sum()) for name in after if "proj" in name)
     assert moved["stochastic"] > 2 * moved["nearest"]
 
@@ -398,21 +399,21 @@ def test_groups_and_schedules_are_read_at_the_step() -> None:
     head = [named.pop("lm_head.weight")]
     groups = [{"params": list(named.values())}, {"params": head, "lr": 0.0, "weight_decay": 0.0}]
     engine = start(lsp_json(), model, model_parameters=groups)
-    before = current_weights(engine)
+    before = parameters_of(engine)
     train(engine, batches("llama", 1))
     engine.optimizer.load_state_dict(engine.optimizer.state_dict())  # which makes groups anew
     engine.optimizer.param_groups[0]["lr"] = 0.0
-    after = current_weights(engine)
+    after = parameters_of(engine)
     assert torch.equal(before["lm_head.weight"], after["lm_head.weight"])
     assert not torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
     train(engine, batches("llama", 1))
-    assert_equal(current_weights(engine), after)
+    assert_equal(parameters_of(engine), after)
     first, second = engine.optimizer.param_groups  # lists as long as before: weights that change places
     embedding = named["model.embed_tokens.weight"]
     first["params"] = [head[0] if p is embedding else p for p in first["params"]]
     second |= {"params": [embedding], "lr": 1e-3}
     train(engine, batches("llama", 1))
-    found = current_weights(engine)
+    found = parameters_of(engine)
     assert [name for name in found if not torch.equal(found[name], after[name])] == ["model.embed_tokens.weight"]
 
 
@@ -428,10 +429,10 @@ def test_a_parameter_that_leaves_its_group_inside_a_window_stops_no_other(offloa
                 [group], leaving = engine.optimizer.param_groups, engine.module.get_parameter(name)
                 group["params"] = [p for p in group["params"] if p is not leaving]
             train(engine, [batch])
-        weights.append(current_weights(engine))
+        weights.append(parameters_of(engine))
     assert_equal(*weights)
     moved = [
-        key for key, value in current_weights(start(json, small())).items() if not torch.equal(value, weights[0][key])
+        key for key, value in parameters_of(start(json, small())).items() if not torch.equal(value, weights[0][key])
     ]
     assert set(moved) == weights[0].keys() - {name}
 
@@ -442,7 +443,7 @@ def test_one_gradient_that_a_script_drops_is_dropped_alone(offload: bool, tmp_pa
     name, weights = "model.norm.weight", []
     for drops in (True, False):
         engine = start(lsp_json(offload=offload), small())
-        before = current_weights(engine)
+        before = parameters_of(engine)
         [batch] = batches("llama", 1)
         engine.backward(engine(**batch).loss)
         if drops:
@@ -451,9 +452,9 @@ def test_one_gradient_that_a_script_drops_is_dropped_alone(offload: bool, tmp_pa
             resumed = start(lsp_json(offload=offload), small())
             resumed.load_checkpoint(str(tmp_path))
             resumed.step()
-            weights.append(current_weights(resumed))
+            weights.append(parameters_of(resumed))
         engine.step()
-        weights.append(current_weights(engine))
+        weights.append(parameters_of(engine))
     expected = {**weights[2], name: before[name]}
     assert_close(weights[0], expected)
     assert_close(weights[1], expected)

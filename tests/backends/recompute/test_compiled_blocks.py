@@ -16,19 +16,9 @@ from deepspeed.utils import logger
 from torch._dynamo.utils import counters
 
 from ds_zo.backends.recompute import compiled_blocks
-from tests.helpers.lomo_runs import (
-    assert_close,
-    assert_equal,
-    batches,
-    checkpointed,
-    config_for,
-    lively,
-    start,
-    streamed,
-    train,
-    weights_of,
-)
-from tests.helpers.lsp_runs import CPU, current_weights, lsp_json
+from tests.helpers.lomo_runs import batches, checkpointed, config_for, lively, start, streamed, train, weights_of
+from tests.helpers.lsp_runs import CPU, lsp_json
+from tests.helpers.weights import assert_close, assert_equal, parameters_of
 
 pytestmark = pytest.mark.usefixtures("single_process", "traced")
 
@@ -94,7 +84,7 @@ def test_lsp_trains_alike_on_one_graph(stream: bool) -> None:
         config = lsp_json(clipping=0.5, zero_optimization=place, ds_zo={"compile_blocks": compiled})
         engine = start(config, checkpointed(lively("llama", **LAYERS["llama"]), False))
         train(engine, batches("llama", 3))
-        found = current_weights(engine)
+        found = parameters_of(engine)
         engine.destroy()
         assert all(layer._compiled_call_impl is None for layer in engine.module.model.layers)
         return found

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ds_zo.streaming import allocator, block_store
-from tests.helpers.lomo_runs import assert_equal, batches, lively, start, streamed, train, weights_of
+from tests.helpers.lomo_runs import batches, lively, start, streamed, train, weights_of
+from tests.helpers.weights import assert_equal
 from tests.helpers.zo_runs import log_lines
 
 pytestmark = pytest.mark.usefixtures("single_process")

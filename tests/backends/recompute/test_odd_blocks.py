@@ -13,8 +13,9 @@ import transformers as hf
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from tests.helpers.lomo_runs import assert_close, assert_equal, batches, config_for, start, streamed, train, weights_of
-from tests.helpers.lsp_runs import current_weights, lsp_json
+from tests.helpers.lomo_runs import batches, config_for, start, streamed, train, weights_of
+from tests.helpers.lsp_runs import lsp_json
+from tests.helpers.weights import assert_close, assert_equal, parameters_of
 from tests.helpers.zoo import seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -366,9 +367,9 @@ def test_layers_that_share_keys_and_values_stream(name: str) -> None:
     on_host = {**lsp, "zero_optimization": {**lsp["zero_optimization"], "offload_param": {"device": "cpu"}}}
     for resident, other in ((config_for(lr=0.01), streamed(lr=0.01)), (lsp, on_host)):
         engines = [start(config, make()) for config in (resident, other)]
-        before = current_weights(engines[0])
+        before = parameters_of(engines[0])
         losses = [train(engine, batches("llama", 2)) for engine in engines]
         assert losses[0] == losses[1]
-        assert_equal(current_weights(engines[1]), current_weights(engines[0]))
+        assert_equal(parameters_of(engines[1]), parameters_of(engines[0]))
         source = "model.layers.1.self_attn.k_proj.weight"  # whose keys layer 3 takes
-        assert not torch.equal(current_weights(engines[1])[source], before[source])
+        assert not torch.equal(parameters_of(engines[1])[source], before[source])

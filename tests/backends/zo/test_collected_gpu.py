@@ -9,10 +9,10 @@ from typing import Any
 import deepspeed
 import pytest
 import torch
-from torch import nn
 
 from ds_zo.plugin import engine as plugin
 from tests.helpers.equivalence_runs import one_step, zo_config, zo_engine
+from tests.helpers.lomo_runs import weights_of
 from tests.helpers.zoo import CASES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
@@ -44,10 +44,6 @@ CONFIGS = {
 def steps(engine: Any) -> None:
     for step in range(4):
         one_step(engine, LLAMA.batch(step))
-
-
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

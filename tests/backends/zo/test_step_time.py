@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from ds_zo.backends.zo.fold_interval import INTERVALS, best_interval
 from ds_zo.backends.zo.step_time import TIMED_NUM_UPDATES, StepTimeModel, TimedForward, compute_and_draw_s
 from ds_zo.streaming.budget import MARGIN_NBYTES
-from tests.helpers.zo_runs import assert_equal, engine_for, one_step, weights, zo_json
+from tests.helpers.weights import assert_equal, weights
+from tests.helpers.zo_runs import engine_for, one_step, zo_json
 from tests.helpers.zoo import CASES
 
 GB = 10**9

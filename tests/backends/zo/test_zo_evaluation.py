@@ -17,17 +17,16 @@ from deepspeed.utils import safe_get_full_fp32_param
 from torch import nn
 
 from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.weights import assert_equal, weights
 from tests.helpers.zo_runs import (
     FunctionalTie,
     Toy,
-    assert_equal,
     engine_for,
     one_step,
     same_snapshot,
     snapshot,
     toy_batches,
     train,
-    weights,
     zo_json,
 )
 

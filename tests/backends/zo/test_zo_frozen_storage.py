@@ -15,7 +15,8 @@ from ds_zo import ConfigError, ops
 from tests.helpers.decoded_values import with_decoded_base
 from tests.helpers.loaded_models import lora_over
 from tests.helpers.tiny_models import tiny_batch, tiny_model
-from tests.helpers.zo_runs import assert_equal, engine_for, train, weights, zo_json
+from tests.helpers.weights import assert_equal, weights
+from tests.helpers.zo_runs import engine_for, train, zo_json
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -19,18 +19,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.equivalence_runs import (
-    Measured,
-    Weights,
-    assert_same_weights,
-    masters_of,
-    on_device,
-    one_step,
-    parameters_of,
-    zo_config,
-    zo_engine,
-)
+from tests.helpers.equivalence_runs import Measured, masters_of, on_device, one_step, zo_config, zo_engine
 from tests.helpers.mezo_reference import PlainMeZO, loss_on
+from tests.helpers.weights import Weights, assert_equal, parameters_of
 from tests.helpers.zoo import CASES, Wandering, plain_batch, seeded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process", "deterministic")]
@@ -43,10 +34,8 @@ LR = 1e-7
 
 
 @pytest.fixture(scope="module")
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
+def deterministic(deterministic: None) -> Iterator[None]:
     yield
-    torch.use_deterministic_algorithms(False)
     large_model.cache_clear()
     resident_run.cache_clear()
 
@@ -108,7 +97,7 @@ def resident_run(dtype: str | None, interval: int, seed: int, num_steps: int = N
 def test_streamed_equals_resident_after_200_steps(dtype: str | None, stream: dict[str, Any]) -> None:
     """In bf16, low planes are uploaded and downloaded at folds."""
     expected = resident_run(dtype, stream["writeback_interval"] if dtype else 1, 0)
-    assert_same_weights(run(stream, steps=batches(NUM_STEPS), dtype=dtype), expected)
+    assert_equal(run(stream, steps=batches(NUM_STEPS), dtype=dtype), expected)
 
 
 @pytest.mark.parametrize("stream", [{"resident_blocks": 0}, {"resident_blocks": 2}], ids=str)
@@ -121,7 +110,7 @@ def test_measuring_for_an_interval_changes_no_weight(stream: dict[str, Any]) -> 
     found = run({"writeback_interval": None, **stream}, steps=batches(NUM_STEPS), after_step=note)
     assert chosen[0] is not None
     assert "ms a step expected" in chosen[0]
-    assert_same_weights(found, resident_run(None, 1, 0))
+    assert_equal(found, resident_run(None, 1, 0))
 
 
 @pytest.mark.parametrize(
@@ -137,14 +126,14 @@ def test_measuring_for_an_interval_changes_no_weight(stream: dict[str, Any]) -> 
 def test_ablations_and_automatic_residency_change_nothing(dtype: str | None, stream: dict[str, Any]) -> None:
     interval = stream.get("writeback_interval", 1)
     expected = resident_run(dtype, interval if dtype else 1, 0, 40)
-    assert_same_weights(run(stream, steps=batches(40), dtype=dtype), expected)
+    assert_equal(run(stream, steps=batches(40), dtype=dtype), expected)
 
 
 @pytest.mark.parametrize("without", ["reuse_buffers", "fuse_update"])
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_features_that_benchmarks_switch_off_change_nothing(dtype: str | None, without: str) -> None:
     found = run({"writeback_interval": 1}, steps=batches(40), dtype=dtype, without=[without])
-    assert_same_weights(found, resident_run(dtype, 1, 0, 40))
+    assert_equal(found, resident_run(dtype, 1, 0, 40))
 
 
 @pytest.mark.parametrize("master", ["split", "wire"])
@@ -153,7 +142,7 @@ def test_narrow_wires_do_not_depend_on_slots_or_residency(wire_dtype: str, maste
     stream = {"wire_dtype": wire_dtype, "master": master, "writeback_interval": 2}
     all_stay = run({**stream, "resident_blocks": NUM_BLOCKS}, steps=batches(30), dtype="bf16")
     for options in ({"device_slots": 2}, {"device_slots": 3, "resident_blocks": 2}):
-        assert_same_weights(run({**stream, **options}, steps=batches(30), dtype="bf16"), all_stay)
+        assert_equal(run({**stream, **options}, steps=batches(30), dtype="bf16"), all_stay)
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])
@@ -164,7 +153,7 @@ def test_blocks_called_in_any_order(dtype: str | None) -> None:
     stream = {"writeback_interval": 2}
     expected = run(stream, steps=steps, dtype=dtype, offload=False)
     for options in ({"device_slots": 2}, {"device_slots": 3}, {"resident_blocks": 3}):
-        assert_same_weights(run({**stream, **options}, steps=steps, dtype=dtype), expected)
+        assert_equal(run({**stream, **options}, steps=steps, dtype=dtype), expected)
 
 
 @pytest.mark.parametrize("num_resident", [0, 3])
@@ -186,7 +175,7 @@ def test_looking_at_the_weights_leaves_training_undisturbed(dtype: str | None, n
 
     stream = {"writeback_interval": 4, "resident_blocks": num_resident}
     expected = run(stream, steps=batches(40), dtype=dtype)
-    assert_same_weights(run(stream, steps=batches(40), dtype=dtype, after_step=look), expected)
+    assert_equal(run(stream, steps=batches(40), dtype=dtype, after_step=look), expected)
     alone: list[float] = []
 
     def evaluate(engine: Any, step: int) -> None:

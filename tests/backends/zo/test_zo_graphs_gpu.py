@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.equivalence_runs import Weights, assert_same_weights, masters_of, one_step, zo_config, zo_engine
+from tests.helpers.equivalence_runs import masters_of, one_step, zo_config, zo_engine
+from tests.helpers.weights import Weights, assert_equal
 from tests.helpers.zoo import CASES, seeded
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
@@ -36,7 +37,7 @@ def test_graphs_change_nothing(name: str, dtype: str | None) -> None:
     found, num_recorded = run(case.make, case.batch, graphs=True, dtype=dtype)
     assert none == 0
     assert num_recorded > 0
-    assert_same_weights(found, expected)
+    assert_equal(found, expected)
 
 
 def test_blocks_are_recorded_again_after_every_recording_was_dropped() -> None:
@@ -52,7 +53,7 @@ def test_blocks_are_recorded_again_after_every_recording_was_dropped() -> None:
                 engine.backend.block_store.set_interval(engine.backend.block_store.interval)
             one_step(engine, case.batch(step % 3))
         assert any(recordings.values())
-        assert_same_weights(masters_of(engine), expected)
+        assert_equal(masters_of(engine), expected)
 
 
 class Sighted(nn.Module):
@@ -110,7 +111,7 @@ def test_what_cannot_be_replayed_runs_as_usual(block: type[nn.Module]) -> None:
     torch.manual_seed(0)
     found, num_recorded = run(lambda: seeded(lambda: Stack(block)), stack_batch, graphs=True)
     assert num_recorded == 0
-    assert_same_weights(found, expected)
+    assert_equal(found, expected)
 
 
 class Plain(nn.Module):
@@ -131,7 +132,7 @@ def test_inputs_of_many_lengths_are_not_all_recorded(monkeypatch: pytest.MonkeyP
     expected, _ = run(lambda: seeded(lambda: Stack(Plain)), batch, graphs=False)
     found, num_recorded = run(lambda: seeded(lambda: Stack(Plain)), batch, graphs=True)
     assert num_recorded == 3 * 2, "three blocks, two passes, one of three lengths"
-    assert_same_weights(found, expected)
+    assert_equal(found, expected)
 
 
 def test_a_module_inside_a_block_that_changes_its_mode_is_not_replayed_in_the_other() -> None:
@@ -148,7 +149,7 @@ def test_a_module_inside_a_block_that_changes_its_mode_is_not_replayed_in_the_ot
 
     (expected, _), (found, is_recorded) = trained(False), trained(True)
     assert is_recorded
-    assert_same_weights(found, expected)
+    assert_equal(found, expected)
 
 
 def test_a_forward_of_a_blocks_own_is_there_again_afterwards() -> None:
@@ -185,7 +186,7 @@ def test_a_table_that_grows_is_not_read_where_the_shorter_one_was() -> None:
     expected, _ = run(lambda: seeded(lambda: Stack(Growing)), batch, graphs=False, num_steps=12)
     found, num_recorded = run(lambda: seeded(lambda: Stack(Growing)), batch, graphs=True, num_steps=12)
     assert num_recorded == 3 * 2 * 2, "three blocks, two passes, both lengths"
-    assert_same_weights(found, expected)
+    assert_equal(found, expected)
 
 
 def test_hooks_inside_blocks_are_called_though_there_are_recordings() -> None:
@@ -225,4 +226,4 @@ def test_training_goes_on_after_ctrl_c_inside_a_recording() -> None:
                 one_step(engine, stack_batch(step % 3))
         assert Interrupted.was_interrupted
         assert any(engine.backend._graphs._recordings.values())
-        assert_same_weights(masters_of(engine), expected)
+        assert_equal(masters_of(engine), expected)

@@ -15,15 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.equivalence_runs import (
-    assert_same_weights,
-    masters_of,
-    one_step,
-    parameters_of,
-    trained,
-    zo_config,
-    zo_engine,
-)
+from tests.helpers.equivalence_runs import masters_of, one_step, trained, zo_config, zo_engine
+from tests.helpers.weights import assert_equal, parameters_of
 from tests.helpers.zo_runs import Toy, toy_batches
 from tests.helpers.zoo import CASES
 
@@ -68,7 +61,7 @@ def resident_run(**options: Any) -> dict[str, torch.Tensor]:
     ids=str,
 )
 def test_streamed_run_equals_resident_run(stream: dict[str, Any]) -> None:
-    assert_same_weights(run(stream=stream), resident_run())
+    assert_equal(run(stream=stream), resident_run())
 
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])
@@ -78,7 +71,7 @@ def test_features_that_benchmarks_switch_off_change_nothing(
     without: list[str], num_resident: int, dtype: str | None
 ) -> None:
     found = run(stream={"writeback_interval": 1, "resident_blocks": num_resident}, dtype=dtype, without=without)
-    assert_same_weights(found, resident_run(dtype=dtype))
+    assert_equal(found, resident_run(dtype=dtype))
 
 
 @pytest.mark.parametrize("interval", [1, 5])
@@ -100,7 +93,7 @@ def test_weight_decay_two_directions_and_interval_commute() -> None:
     options = {"weight_decay": 0.1, "num_directions": 2, "num_steps": 9}
     expected = resident_run(**options)
     for interval in (1, 4):
-        assert_same_weights(run(stream={"writeback_interval": interval}, **options), expected)
+        assert_equal(run(stream={"writeback_interval": interval}, **options), expected)
 
 
 LOW = [
@@ -135,4 +128,4 @@ def test_16_bit_weights_do_not_depend_on_slots_or_residency(stored: dict[str, An
     for stream in LOW if stored["writeback_interval"] == 3 else LOW[::2]:
         found = low_run(stream)
         for ours, theirs in zip(found, expected, strict=True):
-            assert_same_weights(ours, theirs)
+            assert_equal(ours, theirs)

@@ -14,14 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.equivalence_runs import (
-    Measured,
-    one_step,
-    parameters_of,
-    zo_config,
-    zo_engine,
-)
+from tests.helpers.equivalence_runs import Measured, one_step, zo_config, zo_engine
 from tests.helpers.mezo_reference import PlainMeZO, Weights, loss_on
+from tests.helpers.weights import parameters_of
 from tests.helpers.zoo import CASES, Batch, Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -21,19 +21,18 @@ from ds_zo import ops
 from ds_zo.backends.zo import outputs
 from tests.helpers.mezo_reference import PlainMeZO, loss_on
 from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.weights import assert_equal, weights
 from tests.helpers.zo_runs import (
     EPS,
     LR,
     Recorder,
     Toy,
-    assert_equal,
     close,
     engine_for,
     log_lines,
     one_step,
     toy_batches,
     train,
-    weights,
     zo_json,
 )
 

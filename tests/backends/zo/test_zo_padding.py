@@ -14,6 +14,7 @@ from torch import nn
 from ds_zo.checkpoint.rebuild import replay
 from ds_zo.streaming import placement
 from tests.helpers.mezo_reference import PlainMeZO, loss_on
+from tests.helpers.weights import assert_equal, weights
 from tests.helpers.zo_runs import (
     EPS,
     LR,
@@ -21,13 +22,11 @@ from tests.helpers.zo_runs import (
     FunctionalTie,
     Recorder,
     Toy,
-    assert_equal,
     close,
     engine_for,
     one_step,
     toy_batches,
     train,
-    weights,
     zo_json,
 )
 

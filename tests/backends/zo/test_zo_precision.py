@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.equivalence_runs import Measured, Weights, masters_of, one_step, parameters_of, zo_config, zo_engine
+from tests.helpers.equivalence_runs import Measured, masters_of, one_step, zo_config, zo_engine
 from tests.helpers.mezo_reference import PlainMeZO
+from tests.helpers.weights import Weights, parameters_of
 from tests.helpers.zoo import CASES, Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")

@@ -19,20 +19,8 @@ from ds_zo.backends.zo.materialise import Materialiser
 from ds_zo.config import ConfigError
 from tests.helpers.mezo_reference import PlainMeZO, loss_on
 from tests.helpers.tiny_models import tiny_batch, tiny_model
-from tests.helpers.zo_runs import (
-    EPS,
-    LR,
-    Recorder,
-    Toy,
-    assert_equal,
-    close,
-    engine_for,
-    one_step,
-    toy_batches,
-    train,
-    weights,
-    zo_json,
-)
+from tests.helpers.weights import assert_equal, weights
+from tests.helpers.zo_runs import EPS, LR, Recorder, Toy, close, engine_for, one_step, toy_batches, train, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

@@ -27,6 +27,7 @@ from ds_zo.backends.zo.materialise import Materialiser
 from tests.helpers.mezo_reference import PlainMeZO, loss_on
 from tests.helpers.thread_state import PassingMode, thread_state
 from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.weights import assert_equal, weights
 from tests.helpers.zo_runs import (
     EPS,
     LR,
@@ -34,7 +35,6 @@ from tests.helpers.zo_runs import (
     FunctionalTie,
     Recorder,
     Toy,
-    assert_equal,
     close,
     engine_for,
     log_lines,
@@ -43,7 +43,6 @@ from tests.helpers.zo_runs import (
     snapshot,
     toy_batches,
     train,
-    weights,
     zo_json,
 )
 
