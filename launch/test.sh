@@ -42,4 +42,6 @@ say "pytest"
 # A test file is one process's: they share the cores without sharing ports or process groups. Many wait for processes of
 # their own, so that three keep two cores busy. A process that crashes ends the run: xdist would replace it, and wait for
 # ever for the rest of its file.
-exec python -m pytest -m "not gpu" -n "${TEST_PROCESSES:-3}" --dist loadfile --max-worker-restart 0 "${arguments[@]}"
+# They are forks of a process that has imported anyio, which has a plugin for pytest that no test needs.
+exec python -m pytest -W "ignore:Module already imported:pytest.PytestAssertRewriteWarning" -m "not gpu" \
+    -n "${TEST_PROCESSES:-3}" --dist loadfile --max-worker-restart 0 "${arguments[@]}"

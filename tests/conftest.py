@@ -34,6 +34,13 @@ cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 """Reading the processor's features takes a second. DeepSpeed reads them three times for each CPU Adam."""
 
 
+IMPORTED_BY_TESTS = [
+    *("datasets", "matplotlib.pyplot", "pandas", "peft", "sympy", "torch._dynamo", "torch.distributed.fsdp", "triton"),
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # DeepSpeed's own engine imports it, and torch's compiler
+]
+"""Libraries that several test files import. One process imports them for all."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """A run that leaves the GPU's tests out is the CPU's, wherever it is made: engines are held against plain loops on
     the CPU, bit for bit, and ranks outnumber the devices. Before anything has looked for a device."""
@@ -46,9 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
             from tests.helpers.warm_interpreter import WarmInterpreter
 
-            interpreter = WarmInterpreter(python_path(REPO))  # for all processes of xdist
+            interpreter = WarmInterpreter(python_path(REPO), IMPORTED_BY_TESTS)
             interpreter.start()
             config.add_cleanup(interpreter.close)
+            # All processes of xdist are forks of it.
+            config.option.tx = [f"popen//python={interpreter.fork()}" for _ in config.option.tx]
     config.option.loadscopereorder = False  # keeps the order of `pytest_collection_modifyitems`
 
 

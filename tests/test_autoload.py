@@ -189,21 +189,23 @@ def test_run_refuses_a_python_that_does_not_load_ds_zo(
 
 @pytest.mark.slow
 def test_autoload_goes_on_and_off(tmp_path: Path) -> None:
-    """Three actions, each by a fresh `ds-zo`, and an environment in which pip has not installed ds-zo."""
+    """Also in an environment in which pip has not installed ds-zo."""
     python, without = make_environment(tmp_path / "with"), make_environment(tmp_path / "without", has_package=False)
     (packages,) = python.parents[1].glob("lib/python*/site-packages")
     env = {**os.environ, "PYTHONPATH": str(REPO), "DS_ZO_AUTOLOAD": "1"}
+    code = "import os, sys; from ds_zo.cli import main\nfor action in sys.argv[2:]:\n"
+    code += "    failed = main(['autoload', action]); print(failed, os.path.exists(sys.argv[1]), end='\\f')"
 
-    def ds_zo(python: Path, action: str) -> str:
-        command = [str(python), "-m", "ds_zo.cli", "autoload", action]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
-        return done.stdout + done.stderr.splitlines()[-1] if done.returncode else done.stdout
+    def ds_zo(python: Path, *actions: str) -> subprocess.CompletedProcess[str]:
+        command = [str(python), "-c", code, str(packages / autoload.FILE), *actions]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
 
-    for action, loads in (("status", False), ("on", True), ("status", True), ("off", False)):
-        shown = ds_zo(python, action)
-        assert ("imports ds_zo too" in shown) == loads == (packages / autoload.FILE).exists(), shown
-        assert ("not there; ds-zo autoload on writes it" in shown) != loads and "DS_ZO_AUTOLOAD=1" in shown
-    assert "error: ds-zo autoload writes beside an installed ds-zo, got" in ds_zo(without, "on")
+    *shown, end = ds_zo(python, "status", "on", "status", "off").stdout.split("\f")
+    assert len(shown) == 4 and not end
+    for text, loads in zip(shown, (False, True, True, False), strict=True):
+        assert text.endswith(f"\n0 {loads}") and ("imports ds_zo too" in text) == loads, text
+        assert ("not there; ds-zo autoload on writes it" in text) != loads and "DS_ZO_AUTOLOAD=1" in text
+    assert "error: ds-zo autoload writes beside an installed ds-zo, got" in ds_zo(without, "on").stderr
 
 
 def test_check_says_what_would_happen(environment: Path, capsys: pytest.CaptureFixture[str]) -> None:

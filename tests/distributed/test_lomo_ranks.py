@@ -12,6 +12,8 @@ from tests.helpers.lomo_rank_cases import CASES, apart, resume, runs, save, unev
 from tests.helpers.ranks import job
 from tests.helpers.weights import assert_close
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def found() -> dict[int, list[Any]]:

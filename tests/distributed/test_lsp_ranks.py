@@ -13,6 +13,8 @@ from tests.helpers.lsp_rank_cases import CASES, ON_FOUR, choose, compare, each, 
 from tests.helpers.ranks import job, run_job
 from tests.helpers.weights import assert_close, assert_equal
 
+pytestmark = pytest.mark.slow
+
 Results = dict[int, list[dict[str, Any]]]
 
 

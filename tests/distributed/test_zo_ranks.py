@@ -33,6 +33,8 @@ from tests.helpers.zo_rank_cases import (
     wire,
 )
 
+pytestmark = pytest.mark.slow
+
 LR, EPS = 1e-3, 1e-3
 G_ERROR = 2 * 3.5e-6 / (2 * EPS)
 BOUND = NUM_STEPS * LR * G_ERROR * 5 * 2

@@ -146,7 +146,7 @@ def train_all(rank: int, kinds: list[str]) -> dict[Cell, Found | None]:
     return found
 
 
-def outcomes(kinds: Iterable[str] = (*moe_configs(), *families.VISION)) -> dict[Cell, Found]:
+def outcomes(kinds: Iterable[str]) -> dict[Cell, Found]:
     [found] = run_job(train_all, 1, list(kinds), timeout_s=900, wait=300)
     assert isinstance(found, dict), found
     return {cell: of_cell for cell, of_cell in found.items() if of_cell is not None}
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="write the page from the rows and train nothing")
     if not parser.parse_args().render:
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")  # for the rank, which is not started yet
-        found = outcomes()
+        found = outcomes([*moe_configs(), *families.VISION])
         write_rows(found)
         faults = {cell: row["outcome"] for cell, row in found.items() if row["outcome"] not in (EQUAL, BY_BLOCK)}
         print("\n".join(f"{cell}: {words}" for cell, words in faults.items()) or f"{len(found)} runs, no fault")

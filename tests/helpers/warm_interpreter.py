@@ -1,4 +1,5 @@
 """Scripts in processes forked from one that has imported the libraries, which takes longer than most scripts.
+The test processes of xdist are such forks too.
 
 ds_zo is not among what was imported: a script that forgets to import it fails here as it would in a fresh interpreter.
 One such process serves all processes of a test run.
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,12 @@ ADDRESS = "DS_ZO_TESTS_WARM_INTERPRETER"
 """The environment variable that tells the processes of a test run where the server listens."""
 
 SERVER = """
-import contextlib, ctypes, functools, gc, json, os, runpy, select, signal, socket, struct, sys
+import contextlib, ctypes, functools, gc, importlib, json, os, runpy, select, signal, socket, struct, sys
 gc.disable()
 import accelerate, deepspeed, transformers
+for name in sys.argv[2:]:
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 import torch.utils.cpp_extension, transformers.models.llama.modeling_llama
 with contextlib.suppress(ImportError):  # DeepSpeed imports them when it makes an engine; not every version has them
     import deepspeed.module_inject.auto_ep_config, deepspeed.module_inject.auto_ep_layer
@@ -129,9 +134,10 @@ sys.exit(status if status >= 0 else 128 - status)
 class WarmInterpreter:
     """Starts its server when it is first needed, unless another process of this test run has started one."""
 
-    def __init__(self, python_path: str) -> None:
-        """`python_path`: the server's PYTHONPATH."""
+    def __init__(self, python_path: str, modules: Sequence[str] = ()) -> None:
+        """`python_path`: the server's PYTHONPATH. `modules`: the names of more libraries to import where installed."""
         self._python_path = python_path
+        self._modules = modules
         self._server: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
 
@@ -143,7 +149,7 @@ class WarmInterpreter:
             listener.bind(address)
             listener.listen(64)
             self._server = subprocess.Popen(
-                [sys.executable, "-c", SERVER, str(listener.fileno())],
+                [sys.executable, "-c", SERVER, str(listener.fileno()), *self._modules],
                 env={**os.environ, "PYTHONPATH": self._python_path},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
@@ -191,7 +197,11 @@ class WarmInterpreter:
     def python(self) -> str:
         """A command that stands for `python`, with a script, `-m` or `-c`. The process is a fork. So are those that a
         module starts by `sys.executable`, as launchers do."""
-        return str(Path(self._address()).with_name("python")) if is_forkable() else sys.executable
+        return self.fork() if is_forkable() else sys.executable
+
+    def fork(self) -> str:
+        """The same, where no device can be seen."""
+        return str(Path(self._address()).with_name("python"))
 
     def _address(self) -> str:
         if self._folder is not None:  # also after a test that put back the environment from before the start

@@ -10,6 +10,7 @@ from tests.helpers.interpreted_kernels import MODULES, errors_of_checks, names_o
 from tests.helpers.warm_interpreter import WarmInterpreter
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

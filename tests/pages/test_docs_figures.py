@@ -17,6 +17,8 @@ from ds_zo.bench.compare import main as compare
 from ds_zo.records.rows import Row
 from tests.helpers.processes import REPO
 
+pytestmark = pytest.mark.slow
+
 DOCS, RESULTS = REPO / "docs", REPO / "benchmarks" / "results"
 NAMES = [
     "how-zo",
