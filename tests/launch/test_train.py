@@ -189,14 +189,15 @@ def test_launcher_and_summary(
     assert progress["step"] == 3 and not progress["group_by_length"]
 
 
-def test_text_file_with_own_model(tmp_path: Path, succeed: Succeed) -> None:
+@pytest.mark.usefixtures("single_process")
+def test_text_file_with_own_model(tmp_path: Path) -> None:
     """A user's file and folder; ten steps of SGD on one repeated sentence lower its perplexity."""
     notes = tmp_path / "notes.txt"
     notes.write_text("\n\n".join(["The lazy dog sleeps under the warm yellow sun."] * 60))
     config = write_config(tmp_path, SGD)
     output = tmp_path / "out"
     common = ["--deepspeed", config, "--data", notes, "--model", FOLDER, "--max-length", 32, "--output-dir", output]
-    succeed(*common, "--lr", 0.5, "--epochs", 1)
+    run(parse_args([*map(str, common), "--lr", "0.5", "--epochs", "1"]))
     summary = json.loads((output / "summary.json").read_text())
     assert summary["metric"] == "perplexity" and summary["task"] == "text"
     assert summary["after"] < summary["before"] / 2
@@ -447,14 +448,14 @@ def test_what_the_user_chose_is_not_adapted(tmp_path: Path, capsys: pytest.Captu
     assert lr == 2e-6 and "embedded" not in printed
 
 
-@pytest.mark.slow
-def test_gradient_checkpointing_changes_no_loss(tmp_path: Path, succeed: Succeed) -> None:
+@pytest.mark.usefixtures("single_process")
+def test_gradient_checkpointing_changes_no_loss(tmp_path: Path) -> None:
     config = write_config(tmp_path, {"type": "LOMO", "params": {"lr": 0.01}})
     losses = []
     for flags in ([], ["--gradient-checkpointing"]):
         output = tmp_path / f"out{len(flags)}"
         arguments = ["--deepspeed", config, "--steps", 2, "--num-eval", 4, "--output-dir", output, "--no-save"]
-        succeed(*arguments, "--skip-zero-shot", *flags)
+        run(parse_args([*map(str, arguments), "--skip-zero-shot", *flags]))
         losses.append([point["loss"] for point in json.loads((output / "summary.json").read_text())["curve"]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6) and losses[0][0] != losses[0][1]
 
@@ -501,7 +502,8 @@ def test_options_that_cannot_work_are_refused(
     assert message in capsys.readouterr().err
 
 
-def test_regression_by_the_clock_with_a_row(tmp_path: Path, succeed: Succeed) -> None:
+@pytest.mark.usefixtures("single_process")
+def test_regression_by_the_clock_with_a_row(tmp_path: Path) -> None:
     """STS-B with a new head, padded on the left: training ends by time, and the best by dev is what is reported."""
     words = ["sun", "rain", "snow", "wind"]
     rows = [
@@ -515,7 +517,8 @@ def test_regression_by_the_clock_with_a_row(tmp_path: Path, succeed: Succeed) ->
     config = write_config(tmp_path, {"type": "LOMO", "params": {"lr": 0.01}})
     arguments = ["--deepspeed", config, "--task", "stsb", "--head", "classifier", "--data-dir", tmp_path]
     arguments += ["--steps", 100_000, "--max-seconds", 1.5, "--eval-every", 20, "--padding-side", "left"]
-    succeed(*arguments, "--results", results, "--output-dir", output, "--no-save", "--skip-zero-shot")
+    arguments += ["--results", results, "--output-dir", output, "--no-save", "--skip-zero-shot"]
+    run(parse_args([*map(str, arguments)]))
     (row,) = [json.loads(line) for line in results.read_text().splitlines()]
     assert row["metric"] == "pearson" and set(row["after_values"]) == {"pearson", "spearman"}
     assert 0 < row["steps"] < 100_000 and 1.5 <= row["train_s"] < 30
