@@ -93,8 +93,8 @@ def test_a_new_interval_leaves_no_buffers_of_the_old_one() -> None:
     case = CASES["wandering"]
 
     def held(block_store: Any) -> int:
-        slots = [thing for thing in gc.get_objects() if isinstance(thing, Slot) and thing.device == block_store.device]
-        return sum(slot.buffer.numel() for slot in slots)
+        buffers = [thing.buffer for thing in gc.get_objects() if isinstance(thing, Slot)]
+        return sum(buffer.numel() for buffer in buffers if buffer.device == block_store.device)
 
     with zo_engine(case.make(), zo_config(dtype="bf16", stream={"writeback_interval": 4})) as engine:
         one_step(engine, case.batch(0))
