@@ -6,14 +6,17 @@ A case names them under `without`. They exist here alone: no JSON switches them 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
+import deepspeed
 import torch
 
 from benchmarks.raw_buffer import RawBuffer
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.streaming.runtime import Slot
-from ds_zo.streaming.streams import Streams
+from ds_zo.streaming.streams import Streams, made_by, of_device
 from ds_zo.streaming.units import Unit
 
 
@@ -23,30 +26,28 @@ class FreshSlot(Slot):
 
     def __init__(self, nbytes: int, streams: Streams) -> None:
         super().__init__(nbytes, streams)
-        self._device = device = streams.device
         self._size = nbytes
-        self._raw: RawBuffer | None = None
-        self.buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._free: Callable[[], object] = lambda: None
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=streams.device)
 
     def take(self, unit: Unit) -> None:
         super().take(unit)
-        if self._device.type != "cuda":
+        device = self.buffer.device
+        self._free()
+        if device.type == "cuda":
+            raw = RawBuffer(self._size, device)
+            self.buffer, self._free = torch.as_tensor(raw, device=device), raw.free
+        else:
             self.buffer = torch.empty(self._size, dtype=torch.uint8)
-            return
-        if self._raw is not None:
-            self._raw.free()
-        self._raw = RawBuffer(self._size, self._device)
-        self.buffer = torch.as_tensor(self._raw, device=self._device)
 
 
 def _allocate_at_each_upload(store: ZOBlockStore) -> None:
     """Replaces the slots. A store makes slots anew after the first step, which chooses its interval."""
-    slots = store.runtime.slots
-    for i, slot in enumerate(slots):
+    for i, slot in enumerate(store.runtime.slots):
         if not isinstance(slot, FreshSlot):
             nbytes = slot.buffer.numel()
             slot.buffer = torch.empty(0, dtype=torch.uint8, device=store.device)
-            slots[i] = FreshSlot(nbytes, store.streams)
+            store.runtime.slots[i] = FreshSlot(nbytes, store.streams)
 
 
 def _update_in_own_sweep(store: ZOBlockStore) -> None:
@@ -54,23 +55,32 @@ def _update_in_own_sweep(store: ZOBlockStore) -> None:
     store.materialiser.fold_now(*store.placement.units)
 
 
-_WITHOUT: dict[str, Callable[[ZOBlockStore], None]] = {
+_AT_EACH_STEP: dict[str, Callable[[ZOBlockStore], None]] = {
     "reuse_buffers": _allocate_at_each_upload,
     "fuse_update": _update_in_own_sweep,
 }
 
 
-def ablate(engine: Any, without: Sequence[str]) -> None:
-    """Switches features off in an engine that has not trained yet: now, and again after each step."""
-    step = engine.step
+def in_turn() -> AbstractContextManager[None]:
+    """Context whose engines copy and compute blocks one after the other, in one slot."""
+    return made_by(partial(of_device, overlap=False))
+
+
+def initialize(without: Sequence[str], **arguments: Any) -> Any:
+    """The engine of `deepspeed.initialize`, without these features."""
+    with in_turn() if "overlap" in without else nullcontext():
+        engine: Any = deepspeed.initialize(**arguments)[0]
+    step, switches = engine.step, [_AT_EACH_STEP[feature] for feature in without if feature != "overlap"]
 
     def switch_off() -> None:
-        for feature in without:
-            _WITHOUT[feature](engine.backend.block_store)
+        for switch in switches:
+            switch(engine.backend.block_store)
 
     def step_without() -> None:
         step()
         switch_off()
 
-    switch_off()
-    engine.step = step_without
+    if switches:
+        switch_off()
+        engine.step = step_without
+    return engine

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.ablations import ablate
+from benchmarks.ablations import initialize
 from benchmarks.training_case import TrainingCase, moved_bytes, slow_host_row, token_ids, traffic_row
 from ds_zo.backends.zo.backend import ZOBackend
 from ds_zo.backends.zo.block_store import ZOBlockStore
@@ -106,10 +106,6 @@ def zo(
     without: Sequence[str] = (),
 ) -> PreparedMethod:
     """`without`: see `benchmarks.ablations`."""
-    import deepspeed
-
-    import ds_zo  # noqa: F401
-
     zero = {"stage": 0} if resident else {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}}
     json: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": batch,
@@ -120,9 +116,8 @@ def zo(
     }
     if dtype != "fp32":
         json[dtype] = {"enabled": True}
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=json)
+    engine = initialize(without, model=model, model_parameters=model.parameters(), config=json)
     engine.train()
-    ablate(engine, without)
 
     def step(ids: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = engine(input_ids=ids, labels=ids).loss

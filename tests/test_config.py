@@ -87,7 +87,7 @@ ZO | optimizer.params.num_directions = 2.5 | must be an integer & 2.5
 ZO | optimizer.params.num_directions = true | must be an integer & write a number
 ZO | optimizer.params.distribution = 1 | must be one of normal, rademacher
 ZO | ds_zo.stream.device_slots = "3" | must be an integer & write 3
-ZO | ds_zo.stream.overlap = "false" | must be true or false & without quotes
+ZO | ds_zo.cuda_graphs = "false" | must be true or false & without quotes
 ZO | ds_zo.stream.device_memory_gb = "24" | must be a number & write 24
 ZO | ds_zo.stream.blocks = 3 | dotted path
 ZO | ds_zo.stream.blocks = ["model.layers", 3] | dotted path
@@ -170,7 +170,7 @@ AdamW | ds_zo.backend = "zo" | without an optimizer block & "AdamW"
 AdamW | ds_zo.rounding = "nearest" | must be named & "AdamW" | optimizer.type
 Z0 |  | must be named & "Z0" | optimizer.type
 ZO | ds_zo.stream.fuse_update = false | not a key & got false & remove it & --only no_fuse_update
-LOMO | ds_zo.stream.reuse_buffers = false | not a key & got false & remove it & --only no_reuse_buffers
+LOMO | ds_zo.stream.overlap = false | not a key & got false & remove it & --only no_overlap
 ZO | ds_zo.stream.reuse_buffers = 1 | not a key & got 1 & remove it
 ZO | zero_optimization.offload_param = DROP, ds_zo.stream.device_memory_gb = 24 | needs block streaming & "cpu"
 ZO | zero_optimization.offload_param.device = "none", ds_zo.stream.resident_blocks = 2 | needs block streaming
@@ -380,7 +380,7 @@ ZO | ds_zo.stream = {"blocks": ["encoder.layers", "decoder.layers"], "device_mem
 ZO | ds_zo.stream.blocks = [] | stream True
 ZO | ds_zo.stream.wire_dtype = "fp32", bf16.enabled = true | dtype torch.bfloat16
 ZO | ds_zo.stream.fuse_update = true | ignored ('ds_zo.stream.fuse_update',)
-LOMO | ds_zo.stream.reuse_buffers = true | ignored ('ds_zo.stream.reuse_buffers',)
+LSP | ds_zo.stream.overlap = true | ignored ('ds_zo.stream.overlap',)
 ZO | ds_zo.stream.reuse_buffers = null | ignored ()
 ZO | bfloat16 = {"enabled": true} | dtype torch.bfloat16
 ZO | bf16 = {"enabled": "auto"} | dtype torch.float32

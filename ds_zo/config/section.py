@@ -28,7 +28,7 @@ def _replayed(accepted: Any) -> ReadBy:
 
 
 _MEASURED = "remove it; `python -m benchmarks.speed zo-paper-alone --only no_{}` in a clone measures its effect"
-_SWITCHES = {key: ("every run has this feature", _MEASURED.format(key)) for key in ("reuse_buffers", "fuse_update")}
+_SWITCHES = {key: ("every run has it", _MEASURED.format(key)) for key in ("overlap", "reuse_buffers", "fuse_update")}
 """Keys of earlier versions that switched a feature off: as in `ConfigModel.retired`."""
 
 
@@ -92,9 +92,6 @@ class StreamConfig(ConfigModel):
 
     blocks: str | list[str] | None = None
     """Dotted path of the module list with the blocks, or a list of paths; []: no blocks; null: found in the model."""
-
-    overlap: Annotated[bool, Needs.COPIES, MayDiffer()] = True
-    """Copy blocks while others are computed. Set false only to measure the effect."""
 
     @field_validator("blocks", mode="before")
     @classmethod

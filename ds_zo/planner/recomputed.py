@@ -50,7 +50,7 @@ def place(
         placement = units_of(model, stream, trains_base=True)
         placement.scratch_nbytes = 0
     num_blocks = len(placement.blocks)
-    num_slots = stream.device_slots if stream.overlap else 1
+    num_slots = stream.device_slots
 
     def needed(num_resident: int) -> DeviceBytes:
         sizes = device_bytes(placement, num_resident=num_resident, num_slots=num_slots)
@@ -62,7 +62,7 @@ def place(
     blocks = [i for i in range(num_blocks) if i not in stays]
     store = sum(placement.blocks[i].nbytes for i in blocks)
     # The backward pass finds the last blocks of the forward pass in slots, and the next step finds the first blocks.
-    ends = [*blocks[-num_slots:], *blocks[:num_slots]] if stream.overlap else []
+    ends = [*blocks[-num_slots:], *blocks[:num_slots]]
     still_there = min(2 * store, sum(placement.blocks[i].nbytes for i in ends))
     stay_later = stream.resident_blocks is None
     return Placed(

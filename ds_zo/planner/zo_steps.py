@@ -74,7 +74,7 @@ class ZOSteps:
 
         In the list of actions that is priced, the blocks of each step have numbers of their own. The number of updates
         that a block has to replay differs from step to step."""
-        interval, num_slots = self.buffers.interval, self.buffers.num_slots
+        interval, num_slots = self.buffers.interval, self.buffers.stream.device_slots
         seconds: dict[tuple[int, Kind], float] = {}
         actions: list[Action] = []
         num_steps, num_blocks = max(2, interval), len(self.blocks)

@@ -57,7 +57,7 @@ class BlockStore:
         self.placement = placement
         self._stream = config.section.stream
         self._needed = needed
-        self.streams = streams_for(device, overlap=self._stream.overlap)
+        self.streams = streams_for(device)
         resident_ids = {id(placement.blocks[i]) for i in evenly_spaced(len(placement.blocks), num_resident)}
         num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
         self.shared: SharedStore | None = None

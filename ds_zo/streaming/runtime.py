@@ -193,8 +193,7 @@ class Runtime:
         low_nbytes = max((u.low_nbytes for u in self.units if u.low_streamed), default=0)
         nbytes = max((u.nbytes for u in streamed), default=0)
         nbytes, low_nbytes = padded(nbytes), padded(low_nbytes)
-        num_slots = num_slots if streams.overlaps else 1
-        self.slots = [Slot(nbytes, streams) for _ in range(num_slots) if streamed]
+        self.slots = [Slot(nbytes, streams) for _ in range(num_slots if streams.overlaps else 1) if streamed]
         self.low_slots = [Slot(low_nbytes, streams) for _ in range(num_low_slots) if low_nbytes]
         self._lows = LowSlots(self.low_slots)
         self._low_upload = streams.low_upload

@@ -220,19 +220,24 @@ class CudaStreams(Streams):
 
 # Making them
 
-_makers: list[Callable[..., Streams]] = []
-"""Those of the `made_by` contexts."""
+
+def of_device(device: torch.device, *, overlap: bool = True) -> Streams:
+    """CUDA's streams, or inline ones on the CPU."""
+    return (CudaStreams if device.type == "cuda" else InlineStreams)(device, overlap=overlap)
 
 
-def streams_for(device: torch.device, *, overlap: bool = True) -> Streams:
-    """The streams of a new engine. Without `overlap` its copies are issued to the current stream."""
-    of_device = CudaStreams if device.type == "cuda" else InlineStreams
-    return (_makers[-1] if _makers else of_device)(device, overlap=overlap)
+_makers: list[Callable[[torch.device], Streams]] = [of_device]
+"""The last one makes streams. The others are those of outer `made_by` contexts."""
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The streams of a new engine."""
+    return _makers[-1](device)
 
 
 @contextmanager
-def made_by(make: Callable[..., Streams]) -> Iterator[None]:
-    """Context in which `make(device, overlap=...)` makes the streams of new engines."""
+def made_by(make: Callable[[torch.device], Streams]) -> Iterator[None]:
+    """Context in which `make` makes the streams of new engines."""
     _makers.append(make)
     try:
         yield

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.ablations import in_turn
 from tests.helpers.adapter_runs import adapted, adapter_json, start
 from tests.helpers.equivalence_runs import masters_of, on_device, one_step, zo_config
 from tests.helpers.lomo_runs import config_for
@@ -86,7 +87,7 @@ def run_lsp(overlaps: bool, num_steps: int, width: int, **params: Any) -> Weight
     params = {"subspace_dim": width // 2, "nonzeros_per_row": 4, "schedule": schedule, **params}
     json = lsp_json(lr=1e-4 if width == WIDTH else 1e-2, params=params, **BF16)
     json["zero_optimization"] = {**CPU, **STREAMED}
-    json["ds_zo"] = {"stream": {"resident_blocks": 0, "overlap": overlaps}}
+    json["ds_zo"] = {"stream": {"resident_blocks": 0}}
     return train(json, num_steps, width)
 
 
@@ -128,7 +129,8 @@ BRIEFLY = ["ZO with low planes", "LOMO", "LSP", "adapter with inputs on the host
     ],
 )
 def test_random_delays_change_nothing(name: str, num_steps: int, width: int) -> None:
-    expected = RUNS[name](False, num_steps, width)
+    with in_turn():
+        expected = RUNS[name](False, num_steps, width)
     with delayed(random_pause()):
         assert_equal(RUNS[name](True, num_steps, width), expected)
 
@@ -138,7 +140,8 @@ def test_random_delays_change_nothing(name: str, num_steps: int, width: int) -> 
 def test_delays_show_a_missing_wait(name: str) -> None:
     """Streams do not wait for uploads and downloads of blocks, which come later than a slow host launches a block. A
     recomputed block, or a repeated pass of ZO, that differs from the first one is a ValueError."""
-    expected = RUNS[name](False, 10, WIDTH)
+    with in_turn():
+        expected = RUNS[name](False, 10, WIDTH)
     late = ("upload", "low_upload", "download")
     late_copies = delayed(lambda what: torch.cuda._sleep(40_000_000) if what in late else None, waits=False)
     with late_copies, pytest.raises((AssertionError, ValueError)):

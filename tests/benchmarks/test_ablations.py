@@ -47,3 +47,9 @@ def test_the_command_of_a_refused_key_measures_its_effect(key: str, capsys: pyte
     speed.main([suite, *args, "--list"])
     *listed, _ = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert listed == [case.name for case in speed.cases_of(suite) if case.params.get("without") == [key]] != []
+
+
+def test_without_overlap_blocks_take_turns_in_one_slot() -> None:
+    with zo_engine(CASES["opt"].make(), zo_config(), without=["overlap"]) as engine:
+        runtime = engine.backend.block_store.runtime
+        assert len(runtime.slots) == 1 and runtime.streams.upload is runtime.streams.compute

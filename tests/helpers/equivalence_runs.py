@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ds_zo.backends.zo.backend
-from benchmarks.ablations import ablate
+from benchmarks.ablations import initialize
 from tests.helpers.weights import Weights, parameters_of
 from tests.helpers.zo_runs import on_device, zo_json
 
@@ -43,9 +43,7 @@ def zo_engine(
     model: nn.Module, config: Mapping[str, Any], *, without: Sequence[str] = (), **arguments: Any
 ) -> Iterator[Any]:
     """`without`: features that `benchmarks.ablations` switches off."""
-    engine = deepspeed.initialize(model=model, config=dict(config), **arguments)[0]
-    if without:
-        ablate(engine, without)
+    engine = initialize(without, model=model, config=dict(config), **arguments)
     try:
         yield engine
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.ablations import in_turn
 from tests.helpers.lomo_runs import config_for, lively, start, streamed
 from tests.helpers.tiny_models import tiny_batch
 from tests.helpers.weights import weights
@@ -186,7 +188,7 @@ EVERYWHERE = {
 }
 STREAMED = {
     "streamed": streamed(clipping=0.5, params={"weight_decay": 0.1}, stream=STAYS_OUT),
-    "one slot": streamed(stream={**STAYS_OUT, "overlap": False}),
+    "one slot": streamed(stream=STAYS_OUT),
     "frozen": streamed(clipping=0.5, stream=STAYS_OUT),
 }
 
@@ -199,7 +201,8 @@ def uneven(rank: int, stage: int | None) -> dict[str, Any]:
     for name, config in {**STREAMED, **EVERYWHERE}.items():
         model = Uneven()
         model.blocks[2].requires_grad_(name != "frozen")
-        engine = start(with_stage(config, stage or 0), model)
+        with in_turn() if name == "one slot" else nullcontext():
+            engine = start(with_stage(config, stage or 0), model)
         digests = []
         for step in range(4):
             x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step)).to(engine.device)

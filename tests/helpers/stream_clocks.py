@@ -77,9 +77,9 @@ class Clock(InlineStream):
 class ClockedStreams(Streams):
     """Streams on which everything runs at once, in the order of issue."""
 
-    def __init__(self, device: torch.device, *, overlap: bool = True, deaf: Collection[tuple[str, str]] = ()) -> None:
+    def __init__(self, device: torch.device, *, deaf: Collection[tuple[str, str]] = ()) -> None:
         Clock.deaf = deaf
-        super().__init__(device, current=COMPUTE, overlap=overlap)
+        super().__init__(device, current=COMPUTE, overlap=True)
 
     def another(self, name: str) -> Clock:
         return Clock(name)

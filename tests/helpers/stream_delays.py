@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from ds_zo.backends.lsp.host_adam import HostAdam
-from ds_zo.streaming.streams import CudaStreams, Event, InlineStreams, Stream, Streams, made_by
+from ds_zo.streaming.streams import Event, Stream, Streams, made_by, of_device
 
 Pause = Callable[[str], None]
 """Delays the current stream, or the calling thread. It is told what the stream or thread does."""
@@ -63,10 +63,10 @@ class DelayedStream:
 class DelayedStreams(Streams):
     """The device's streams, with a pause before the copies of each and after each wait of the compute stream."""
 
-    def __init__(self, device: torch.device, *, overlap: bool, pause: Pause, waits: bool) -> None:
-        self._inner = (CudaStreams if device.type == "cuda" else InlineStreams)(device, overlap=overlap)
+    def __init__(self, device: torch.device, *, pause: Pause, waits: bool) -> None:
+        self._inner = of_device(device)
         self._delayed: Any = partial(DelayedStream, pause=pause, waits=waits)
-        super().__init__(device, current=self._delayed(self._inner.compute, "compute"), overlap=overlap)
+        super().__init__(device, current=self._delayed(self._inner.compute, "compute"), overlap=True)
 
     def another(self, name: str) -> Any:
         return self._delayed(self._inner.another(name), name)

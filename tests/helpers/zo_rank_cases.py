@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -112,13 +112,14 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 def storages(rank: int, names: list[str], stages: tuple[int, ...] = (0, 3)) -> dict[str, Any]:
     """Every way to store weights, whole on each rank and sharded."""
+    from benchmarks.ablations import in_turn
+
     found: dict[str, Any] = {}
     for name in names:
         for stage in stages:
             json = json_for(stage=stage, **{**STORAGES, **WHOLE}[name])
-            if name == "no overlap":
-                json["ds_zo"]["stream"]["overlap"] = False
-            made = trained(json, rank)
+            with in_turn() if name == "no overlap" else nullcontext():
+                made = trained(json, rank)
             block_store = made.backend.block_store
             found[f"{name} {stage}"] = {
                 **result(made),

@@ -73,7 +73,7 @@ class RecomputedBlockStore(BlockStore):
             check_frozen_dtype(module, "auto")
             placement = plan_units(module, param_groups, block_paths=stream.blocks, split=False)
             placement.scratch_nbytes = 0  # updates are made in place
-        units, num_slots = placement, stream.device_slots if stream.overlap else 1
+        units, num_slots = placement, stream.device_slots
         super().__init__(
             module,
             config,

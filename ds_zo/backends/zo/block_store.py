@@ -104,7 +104,6 @@ class ZOBlockStore(BlockStore):
             and device.type == "cuda"
             and num_resident < num_blocks
             and stream.writeback_interval is None
-            and stream.overlap
             and self.shared is None
         )
         """Whether the interval is still to be chosen from measurements (`choose_interval`)."""

@@ -24,12 +24,9 @@ class ZOBuffers:
     """The ranks of a machine share the host store."""
 
     @property
-    def num_slots(self) -> int:
-        return self.stream.device_slots if self.stream.overlap else 1
-
-    @property
     def num_low_slots(self) -> int:
-        return 1 if self.interval > self.num_slots and not self.shared else self.num_slots
+        num_slots = self.stream.device_slots
+        return 1 if self.interval > num_slots and not self.shared else num_slots
 
     def pairs(self, num_resident: int) -> bool:
         """Whether working copies for +z and -z exist at the same time. They do where blocks are resident, because
@@ -42,7 +39,7 @@ class ZOBuffers:
         stored = device_bytes(
             placement,
             num_resident=num_resident,
-            num_slots=self.num_slots,
+            num_slots=self.stream.device_slots,
             num_low_slots=self.num_low_slots,
             low_stays=self.shared,
         )

@@ -103,11 +103,6 @@ def test_streamed_equals_resident(dtype: str | None, clipping: float, stream: di
     assert_equal(found, resident_run("LOMO", dtype, clipping))
 
 
-@pytest.mark.parametrize("stream", [{"overlap": False}], ids=str)
-def test_ablations_change_nothing(stream: dict[str, Any]) -> None:
-    assert_equal(run(stream, clipping=0.5), resident_run("LOMO", None, 0.5))
-
-
 def test_blocks_visited_in_any_order() -> None:
     """All are visited by the second step; some several times in one."""
     orders = [[0, 1, 0, 2, 0], [5, 4, 3], [1, 1, 2], [5, 0]]

@@ -68,7 +68,7 @@ def test_streamed_equals_resident(name: str, dtype: dict[str, Any], clipping: fl
 
 @pytest.mark.parametrize(
     "stream",
-    [{"resident_blocks": 1}, {"resident_blocks": 3}, {"device_slots": 3}, {"overlap": False}],
+    [{"resident_blocks": 1}, {"resident_blocks": 3}, {"device_slots": 3}],
     ids=str,
 )
 def test_where_blocks_are_changes_nothing(stream: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {"clipping": 0.1}, {}),
     "sync": ("llama", {"params": {"schedule": "sync"}}, {}),
     "bf16": ("gpt2", {"bf16": {"enabled": True}, "params": LEARNED}, {"device_slots": 3}),
-    "accumulated": ("gpt2", {"gradient_accumulation_steps": 2, "params": {"weight_decay": 0.1}}, {"overlap": False}),
+    "accumulated": ("gpt2", {"gradient_accumulation_steps": 2, "params": {"weight_decay": 0.1}}, {}),
     "some stay": ("llama", {"clipping": 0.1, "params": {"clip_scope": "global"}}, {"resident_blocks": 1}),
     "learned": ("llama", {"params": {"fit_steps": 2, **LEARNED}}, {}),
     "whole": ("llama", {"params": {"projector": "none"}, "gradient_accumulation_steps": 2}, {}),

@@ -116,20 +116,19 @@ def test_measuring_for_an_interval_changes_no_weight(stream: dict[str, Any]) -> 
 @pytest.mark.parametrize(
     "stream",
     [
-        {"overlap": False, "writeback_interval": 1},
         {"resident_blocks": None, "writeback_interval": 1},
         {"resident_blocks": None, "writeback_interval": 2, "device_memory_gb": 0.7},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("dtype", [None, "bf16"])
-def test_ablations_and_automatic_residency_change_nothing(dtype: str | None, stream: dict[str, Any]) -> None:
+def test_automatic_residency_changes_nothing(dtype: str | None, stream: dict[str, Any]) -> None:
     interval = stream.get("writeback_interval", 1)
     expected = resident_run(dtype, interval if dtype else 1, 0, 40)
     assert_equal(run(stream, steps=batches(40), dtype=dtype), expected)
 
 
-@pytest.mark.parametrize("without", ["reuse_buffers", "fuse_update"])
+@pytest.mark.parametrize("without", ["overlap", "reuse_buffers", "fuse_update"])
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 def test_features_that_benchmarks_switch_off_change_nothing(dtype: str | None, without: str) -> None:
     found = run({"writeback_interval": 1}, steps=batches(40), dtype=dtype, without=[without])

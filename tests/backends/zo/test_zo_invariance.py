@@ -53,8 +53,6 @@ def resident_run(**options: Any) -> dict[str, torch.Tensor]:
         {"writeback_interval": 2, "resident_blocks": 2},
         {"writeback_interval": 7, "resident_blocks": 1, "device_slots": 3},
         {"writeback_interval": 7, "resident_blocks": 3},
-        {"writeback_interval": 1, "overlap": False},
-        {"writeback_interval": 7, "overlap": False},
         {"blocks": PATH, "writeback_interval": 2},
         {"blocks": [PATH], "writeback_interval": 1},
     ],
@@ -66,7 +64,9 @@ def test_streamed_run_equals_resident_run(stream: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [None, "bf16"])
 @pytest.mark.parametrize("num_resident", [0, 1])
-@pytest.mark.parametrize("without", [["reuse_buffers"], ["fuse_update"], ["reuse_buffers", "fuse_update"]], ids=str)
+@pytest.mark.parametrize(
+    "without", [["overlap"], ["reuse_buffers"], ["fuse_update"], ["overlap", "reuse_buffers", "fuse_update"]], ids=str
+)
 def test_features_that_benchmarks_switch_off_change_nothing(
     without: list[str], num_resident: int, dtype: str | None
 ) -> None:
@@ -101,7 +101,6 @@ LOW = [
     {"device_slots": 3},
     {"device_slots": 4, "resident_blocks": 1},
     {"resident_blocks": 2},
-    {"overlap": False},
 ]
 
 
