@@ -6,7 +6,8 @@
 All runs happen in a copy of the tree. Tests of the folders `TESTS`, but for those marked slow, run once on code that
 notes its calls. With `--calls before.calls.json` this is left out for test files that are as they were then. A mutant
 meets the cheapest tests that called its function, `--budget-s` seconds of them, in a process forked from one that has
-the libraries. Outcomes: killed, survived, timeout, uncalled (no such test calls the function), gone (it is not there).
+the libraries. `--log` keeps what the last of these processes printed. Outcomes: killed, survived, timeout, uncalled (no
+such test calls the function), gone (it is not there).
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,27 +130,27 @@ class Recorder:
             self.failed.add(report.nodeid)
 
 
-def forked(job: Callable[[], None], timeout_s: float) -> int | None:
-    """The exit status of the job in a child, or None where it takes longer."""
+def forked(job: Callable[[], object], timeout_s: float, log: Path) -> int | None:
+    """The exit status of a child, which the job returns; None where it takes longer."""
     child = os.fork()
     if not child:
         os.setsid()
-        with open(os.environ.get("MUTANTS_LOG", os.devnull), "w") as nothing:
-            os.dup2(nothing.fileno(), 1)
+        with log.open("w") as printed:
+            os.dup2(printed.fileno(), 1)
+        status: Any = 1
         try:
-            job()
-        finally:
-            os._exit(0)
+            status = job() or 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
     deadline = time.monotonic() + timeout_s
     while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
         time.sleep(0.05)
     status = os.waitstatus_to_exitcode(ended[1]) if ended[0] else None
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)  # its ranks too
         if status is None:
             os.waitpid(child, 0)
-    except ProcessLookupError:
-        pass
     return status
 
 
@@ -193,6 +197,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--calls", type=Path, help="what an earlier run recorded")
     parser.add_argument("--budget-s", type=float, default=10)
+    parser.add_argument("--log", type=lambda path: Path(path).resolve(), default=Path(os.devnull))
     given = parser.parse_args()
     repo = Path(__file__).resolve().parent.parent
     given.list, given.out = given.list.resolve(), given.out.resolve()
@@ -215,7 +220,8 @@ def main() -> None:
     paths = [path for group in GROUPS for path in sorted(copy.glob(f"ds_zo/{group}/*.py"))]
     sources = {str(path.relative_to(copy)): path.read_text() for path in paths}
     if not calls_file.exists():
-        forked(lambda: record(copy, sources, calls_file, earlier), 7200)
+        if forked(lambda: record(copy, sources, calls_file, earlier), 7200, given.log) != 0:
+            sys.exit(f"{calls_file.name} was not recorded within two hours: see the error above, or --log")
         for path, source in sources.items():
             (copy / path).write_text(source)
         (copy / "sitecustomize.py").unlink()
@@ -225,17 +231,11 @@ def main() -> None:
     if given.draw:
         drawn, generator = [], random.Random(given.seed)
         for group in GROUPS:
-            of_group = [path for path in sources if path.startswith(f"ds_zo/{group}/")]
-            names = [
-                (path, name)
-                for path in of_group
-                for name, mutant in all_mutants(sources[path], path).items()
-                if mutant[0] in recorded["calls"]
-            ]
-            drawn += [
-                {"group": group, "path": path, "mutant": name}
-                for path, name in generator.sample(names, given.draw // len(GROUPS))
-            ]
+            of_group = {path: all_mutants(text, path) for path, text in sources.items() if f"ds_zo/{group}/" in path}
+            called = recorded["calls"]
+            names = [(path, name) for path in of_group for name, found in of_group[path].items() if found[0] in called]
+            sample = generator.sample(names, given.draw // len(GROUPS))
+            drawn += [{"group": group, "path": path, "mutant": name} for path, name in sample]
         given.list.write_text("".join(json.dumps(row) + "\n" for row in drawn))
 
     outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
@@ -253,7 +253,7 @@ def main() -> None:
         else:
             found[2]()
             (copy / path).write_text(ast.unparse(ast.fix_missing_locations(found[1])))
-            status = forked(lambda chosen=chosen: os._exit(run_tests(*chosen)), 60 + 3 * given.budget_s)  # type: ignore[misc]
+            status = forked(partial(run_tests, *chosen), 60 + 3 * given.budget_s, given.log)
             (copy / path).write_text(sources[path])
             outcome = {None: "timeout", 0: "survived"}.get(status, "killed")
         outcomes[row["group"]][outcome] += 1

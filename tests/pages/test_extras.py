@@ -94,7 +94,8 @@ def in_build_context(path: str) -> bool:
     """By .dockerignore's rule: the last line that matches decides."""
     kept = True
     for line in (REPO / ".dockerignore").read_text(encoding="utf-8").splitlines():
-        if line and not line.startswith("#") and fnmatch(path, line.removeprefix("!")):
+        folders = [path, *map(str, Path(path).parents)][:-1]
+        if line and not line.startswith("#") and any(fnmatch(part, line.removeprefix("!")) for part in folders):
             kept = line.startswith("!")
     return kept
 
@@ -104,6 +105,8 @@ def test_the_dockerfile_copies_what_is_in_the_build_context() -> None:
         for source in sources:
             assert (REPO / source).exists() and in_build_context(source), source
     assert not in_build_context(".venv") and not in_build_context("tests")
+    for file in (REPO / "launch").glob("*.py"):
+        assert in_build_context(f"launch/{file.name}") != ("benchmarks" in file.read_text(encoding="utf-8"))
 
 
 @pytest.mark.skipif(HADOLINT is None, reason="hadolint is not installed")
