@@ -17,7 +17,7 @@ _NUM_HEADS = 8
 """Heads whose bias (ALiBi plus causal mask) is held at a time."""
 
 
-def attend_in_pieces(model: nn.Module) -> nn.Module:
+def attend_in_chunks(model: nn.Module) -> nn.Module:
     """Replaces the attention of every block of a BLOOM model, and returns the model."""
     for module in model.modules():
         if type(module).__name__ == "BloomAttention":

@@ -26,9 +26,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.training_case import TrainingCase, token_ids
-from benchmarks.zo_case import mezo, zo
+from benchmarks.methods import METHODS
+from benchmarks.training_case import TrainingCase, random_batch
 from ds_zo.bench.measure import memory_peaks, start_device, synchronize
+from ds_zo.bench.shapes import materialise
+from ds_zo.bench.trainer import Batch
 from ds_zo.records.rows import Row
 
 _SCRATCH = "checkpoint_speed-"
@@ -94,11 +96,11 @@ def run_case(**settings: Any) -> Row:
         case = replace(case, dtype="fp32")
     model: Any = case.lazy_model(where)
     num_parameters = sum(p.numel() for p in model.parameters())
-    ids = token_ids(model, case.batch, case.length, where)
+    batch = random_batch(model, case.batch, case.length, where)
     with _scratch(case.folder) as scratch:
         make = _mezo if case.method.startswith("mezo") else _zo
         stamps = [time.perf_counter()]
-        saving = make(model, ids, case, folder=scratch)
+        saving = make(model, batch, case, where, folder=scratch)
         stamps.append(time.perf_counter())
         for _ in range(case.warmup):
             saving.step()
@@ -167,19 +169,19 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _mezo(model: Any, ids: torch.Tensor, case: TrainingCase, *, folder: Path) -> _SavingMethod:
-    step = partial(mezo(model, lr=case.rate).step, ids)
+def _mezo(model: Any, batch: Batch, case: TrainingCase, where: torch.device, *, folder: Path) -> _SavingMethod:
+    model = materialise(model, where)
+    step = partial(METHODS["mezo"].make(case, model, where).step, batch)
     if case.method == "mezo":
         return _SavingMethod(step)
     return _SavingMethod(step, lambda: torch.save(model.state_dict(), folder / "model.pt"))
 
 
-def _zo(model: Any, ids: torch.Tensor, case: TrainingCase, *, folder: Path) -> _SavingMethod:
+def _zo(model: Any, batch: Batch, case: TrainingCase, where: torch.device, *, folder: Path) -> _SavingMethod:
     method = case.method
-    checkpoint = {"asynchronous": method == "zo-async", "keep_last": 1}
-    options: Row = {"stream": case.stream, "checkpoint": checkpoint}
-    made = zo(model, dtype=case.dtype, batch=case.batch, lr=case.rate, **options)
-    step, engine = partial(made.step, ids), made.engine
+    case = replace(case, checkpoint={"asynchronous": method == "zo-async", "keep_last": 1})
+    made = METHODS["zo"].make(case, model, where)
+    step, engine = partial(made.step, batch), made.engine
     if method == "zo":
         return _SavingMethod(step, engine=engine)
     if method == "zo-torch-save":

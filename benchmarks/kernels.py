@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ds_zo import ops
+from ds_zo.bench.measure import link_gbps, start_device
 
 NUM_WARMUPS, NUM_TIMED = 5, 30
 FLUSH_BYTES = 256 << 20
@@ -136,6 +137,18 @@ def measured(numel: int) -> Iterator[dict[str, Any]]:
             "gparameters_per_s": round(numel / median / 1e6, 1),
             "gbytes_per_s": round(num_bytes / median / 1e6, 1),
         }
+
+
+def machine(*, numel: int = 200_000_000, device: str = "cuda") -> dict[str, Any]:
+    """What the speed rows of the same run rest on: the link both ways, and the fused kernels' rates."""
+    where = start_device(device)
+    found = list(measured(numel))
+    return {
+        "method": "machine",
+        "link_gbps": link_gbps(where),
+        "kernel_gparameters_per_s": {row["case"]: row["gparameters_per_s"] for row in found},
+        "kernels": found,
+    }
 
 
 def main() -> None:

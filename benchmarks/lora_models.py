@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_zo.bench.shapes import materialise
 from ds_zo.ops import nf4
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.loading import attach_source
@@ -60,6 +61,24 @@ def with_lora(model: nn.Module, *, rank: int, dtype: torch.dtype, device: torch.
         m.register_parameter("lora_B", nn.Parameter(zeros))
         m.register_forward_hook(partial(_adapt, scaling=16 / rank))
     return model
+
+
+def with_lora_over_4_bits(model: Any, *, rank: int, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Adapters over linear layers in NF4 by bitsandbytes, which are drawn and quantised one at a time. The model is on
+    the meta device."""
+    import bitsandbytes as bnb  # type: ignore[import-not-found,unused-ignore]
+
+    layers, source = model.model.layers, model._ds_zo_source
+    for name, m in [(n, m) for n, m in layers.named_modules() if isinstance(m, nn.Linear)]:
+        owner, _, leaf = name.rpartition(".")
+        sizes = {"input_features": m.in_features, "output_features": m.out_features, "bias": False}
+        # On the meta device, or the layer would first draw float32 values on the CPU.
+        new = bnb.nn.Linear4bit(**sizes, compute_dtype=dtype, quant_type="nf4", device="meta")
+        new.weight = bnb.nn.Params4bit(source(f"model.layers.{name}.weight"), requires_grad=False, quant_type="nf4")
+        setattr(layers.get_submodule(owner), leaf, new.to(device))
+    whole: Any = materialise(model, device)
+    whole.is_loaded_in_4bit = True  # PEFT chooses its adapters for bitsandbytes by it
+    return with_lora(whole, rank=rank, dtype=dtype, device=device)
 
 
 def _adapt(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor, *, scaling: float) -> torch.Tensor:

@@ -4,7 +4,7 @@ python -m benchmarks.speed zo-targets --out rows.jsonl
 python -m benchmarks.speed zo --out rows.jsonl --only '^t1' --skip 'split|half' --total-s 300 --resume
 python -m benchmarks.speed lomo-speed --tiny --device cpu
 python -m benchmarks.speed checkpoints --set folder=DIR --out rows.jsonl
-python -m benchmarks.speed zo_case:run_case --set shape=opt-6.7b --set method=zo --set 'stream={"master": "wire"}'
+python -m benchmarks.speed training_speed:measure --set shape=opt-6.7b --set method=zo --set 'stream={"master": "wire"}'
 python -m benchmarks.speed --report rows.jsonl
 
 The keys of a suite's file:
@@ -12,7 +12,7 @@ The keys of a suite's file:
 SUITE: a list of groups, and of names of other suites
 with       what the cases of a group share
 cases      by name: the parameters of `target`, most of them fields of `TrainingCase`, and limits
-target     a module of benchmarks and its function
+target     a module of benchmarks and its function; without it `training_speed:measure`
 timeout_s  seconds after which a case is given up; without it 30 and three times `expected_s`
 host_gb    host memory in GB that a case needs
 expected_s seconds that a case is expected to take on an H200
@@ -39,11 +39,11 @@ from ds_zo.records.rows import Row
 _FOLDER = Path(__file__).with_name("suites")
 _IN_CODE = {"recipes": recipe_speed.cases_of}
 """Suites whose parameters are made from other files."""
-_TINY: dict[str, Any] = {"layers": 4, "batch": 2, "length": 16, "warmup": 1, "steps": 2, "cap_gb": None}
+_TINY: dict[str, Any] = {"layers": 4, "batch": 2, "length": 16, "warmup": 1, "steps": 2, "cap_gb": None, "age": False}
 """What a rehearsal changes of each `TrainingCase`, besides its shape."""
 _SHOWN = (
-    *("case", "status", "tokens_per_s", "step_s", "peak_gb", "peak_reserved_gb", "host_peak_gb", "store_gb", "up_gbps"),
-    *("link_busy", "loss", "finite", "load_s", "first_step_s", "wall_s", "why", "error"),
+    *("case", "status", "tokens_per_s", "step_s", "peak_gb", "peak_reserved_gb", "host_peak_gb", "host_gb", "up_gbps"),
+    *("link_busy", "loss", "finite", "load_s", "first_step_s", "wall_s", "error"),
 )
 """Keys of a row that are printed when a case ends."""
 
@@ -84,7 +84,8 @@ def cases_of(
 
 
 def _case(name: str, params: dict[str, Any], *, device: str, given: Mapping[str, Any]) -> Case:
-    target, host_gb, expected_s = params.pop("target"), params.pop("host_gb", None), params.pop("expected_s", 0.0)
+    target = params.pop("target", "training_speed:measure")
+    host_gb, expected_s = params.pop("host_gb", None), params.pop("expected_s", 0.0)
     timeout_s = params.pop("timeout_s", 30 + 3 * expected_s)
     changed = {key: value for key, value in {"device": device, **given}.items() if "shape" in params or key in params}
     return Case(
@@ -103,8 +104,6 @@ def _rehearsed(params: dict[str, Any]) -> dict[str, Any]:
     if "stream" in params:
         small["stream"] = {key: value for key, value in params["stream"].items() if key != "device_memory_gb"}
         small["stream"] |= {"resident_blocks": 1} if params["stream"].get("resident_blocks") else {}
-    if params["target"] == "zo_case:run_case":
-        small["age"] = False
     if "inputs" in params:
         small["inputs"] = [[2, 4], [1, 8]]
     if "then_batch" in params:

@@ -24,38 +24,35 @@ _KINDS = {
 """By kind of span: its name and its colour in the picture."""
 _GAP_S = 20e-6
 """Kernels closer than this are one span: a block's forward is dozens of them."""
-_NUM_WARMUPS, _LENGTH = 12, 2048
+_NUM_WARMUPS = 12
 _NOISE_KERNELS = ("replay", "perturb", "fold", "noise")
 
 
-def record(*, shape: str, layers: int | None, dtype: str, stream: Mapping[str, Any], device: str = "cuda") -> Recording:
+def record(**settings: Any) -> Recording:
     """The last but one of a few profiled steps, whose uploads began in the step before and go on into the next."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from benchmarks.training_case import token_ids
-    from benchmarks.zo_case import zo
+    from benchmarks.methods import method_of
+    from benchmarks.training_case import TrainingCase, random_batch
     from ds_zo.bench.measure import start_device
-    from ds_zo.bench.shapes import random_model
     from ds_zo.bench.traces import trace_events
-    from ds_zo.planner.models import DTYPES
-    from ds_zo.planner.shapes import config_of
 
-    where = start_device(device)
-    config = config_of(shape, num_layers=layers, max_length=_LENGTH)
-    model = random_model(config, dtype=DTYPES[dtype], device=where)
-    prepared = zo(model, dtype=dtype, batch=1, lr=1e-7, stream=stream)
-    ids = token_ids(model, 1, _LENGTH, where)
+    case = TrainingCase(**settings)
+    where = start_device(case.device)
+    model = case.lazy_model(where)
+    trainer = method_of(case).make(case, model, where)
+    batch = random_batch(model, case.batch, case.length, where)
     for _ in range(_NUM_WARMUPS):
-        prepared.step(ids)
+        trainer.step(batch)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for i in range(3):
             with torch.profiler.record_function(f"ds_zo step {i}"):
-                prepared.step(ids)
+                trainer.step(batch)
         torch.cuda.synchronize()
-    about = {"shape": shape, "layers": layers, "dtype": dtype, "stream": dict(stream), "method": "timeline"}
-    return about | from_trace(trace_events(profiler), num_steps=3)
+    about = {"shape": case.shape, "layers": case.layers, "dtype": case.dtype, "stream": dict(case.stream or {})}
+    return about | {"method": "timeline"} | from_trace(trace_events(profiler), num_steps=3)
 
 
 def from_trace(events: Iterable[Mapping[str, Any]], *, num_steps: int) -> Recording:

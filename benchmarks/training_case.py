@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.bloom_attention import attend_in_pieces
-from ds_zo.backends.adapter.backend import AdapterBackend
+from benchmarks.bloom_attention import attend_in_chunks
 from ds_zo.backends.lomo.backend import LOMOBackend
+from ds_zo.backends.lsp.backend import LSPBackend
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
-from ds_zo.backends.zo.backend import ZOBackend
 from ds_zo.bench.measure import measure_steps
 from ds_zo.bench.shapes import random_model
 from ds_zo.bench.traces import profile_steps
@@ -27,7 +26,6 @@ from ds_zo.bench.trainer import Batch, Trainer
 from ds_zo.planner.models import DTYPES
 from ds_zo.planner.shapes import config_of
 from ds_zo.records.rows import Row
-from ds_zo.streaming.block_store import BlockStore
 from ds_zo.streaming.blocks import find_blocks
 
 
@@ -38,7 +36,7 @@ class TrainingCase:
     shape: str
     """A name of `ds_zo.planner.shapes`."""
     method: str
-    """A name that the case's target knows."""
+    """A name of `benchmarks.methods`."""
     batch: int = 1
     """Sequences of one step."""
     length: int = 2048
@@ -47,7 +45,7 @@ class TrainingCase:
     layers: int | None = None
     """Layers of the model; None: as many as the shape has."""
     attention: str | None = None
-    """The model's attention implementation; None: the one that transformers chooses. `pieces`, for BLOOM: a few heads
+    """The model's attention implementation; None: the one that transformers chooses. `chunks`, for BLOOM: a few heads
     at a time."""
     stream: Mapping[str, Any] | None = None
     """The section `ds_zo.stream`; None: weights stay on the device."""
@@ -63,6 +61,8 @@ class TrainingCase:
     """Steps before those that are timed."""
     steps: int = 8
     """Timed steps."""
+    parts: bool = False
+    """Whether forward, backward and update are timed by themselves too, in steps of their own."""
     slow_host: bool = False
     """Whether the same steps are measured again on two cores, and the time in which the GPU is busy."""
     max_s: float | None = None
@@ -89,13 +89,16 @@ class TrainingCase:
     every: int = 10
     """Steps between two checkpoints."""
 
-    # Of LOMO
+    checkpoint: Mapping[str, Any] | None = None
+    """The section `ds_zo.checkpoint`."""
+
+    # Of first-order methods
     checkpointing: bool = True
     """Whether transformers checkpoints each block. Streamed LOMO recomputes blocks itself and needs none."""
+    clipping: float = 0.0
+    """`gradient_clipping`; 0: none."""
 
     # Of LSP
-    clipping: float = 1.0
-    """`gradient_clipping`; 0: none."""
     then_batch: int | None = None
     """A second batch size that the same engine is measured with: setting an engine up may take longer than its steps.
     None: one batch size only."""
@@ -114,77 +117,34 @@ class TrainingCase:
     """Whether all blocks have the weights of the first one, which are drawn and quantised once."""
 
     @property
-    def rate(self) -> float:
-        """The learning rate of ZO and of MeZO."""
-        return 1e-7 if self.lr is None else self.lr
-
-    @property
     def pairs(self) -> list[tuple[int, int]]:
         """The (batch, length) pairs that are measured."""
         return [(int(b), int(t)) for b, t in self.inputs] if self.inputs else [(self.batch, self.length)]
 
-    def lazy_model(self, device: torch.device, *, positions: int = 0) -> nn.Module:
+    def lazy_model(self, device: torch.device) -> nn.Module:
         """The model on the meta device. Its weights are drawn when it is materialised or an engine reads them. It takes
-        the case's sequences, and at least `positions` tokens."""
-        longest = max(positions, *(t for _, t in self.pairs))
+        the case's sequences, and at least 2,048 tokens."""
+        longest = max(2048, *(t for _, t in self.pairs))
         config = config_of(self.shape, num_layers=self.layers, max_length=longest)
-        in_pieces = self.attention == "pieces"
-        if self.attention is not None and not in_pieces:
+        in_chunks = self.attention == "chunks"
+        if self.attention is not None and not in_chunks:
             config._attn_implementation = self.attention
         model = random_model(config, dtype=DTYPES[self.dtype], device=device)
-        return attend_in_pieces(model) if in_pieces else model
-
-
-def token_ids(model: Any, batch: int, length: int, device: torch.device) -> torch.Tensor:
-    """Random token ids of a model's vocabulary."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, model.config.vocab_size, (batch, length), generator=generator).to(device)
+        return attend_in_chunks(model) if in_chunks else model
 
 
 def random_batch(model: Any, batch: int, length: int, device: torch.device) -> Batch:
-    ids = token_ids(model, batch, length, device)
+    """Random token ids of the model's vocabulary, equal for all methods."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (batch, length), generator=generator).to(device)
     return {"input_ids": ids, "labels": ids}
-
-
-def block_store_of(engine: Any) -> BlockStore | None:
-    """The store of an engine's streamed blocks; None: nothing is streamed, or the engine is not one of ds_zo."""
-    backend = getattr(engine, "backend", None)
-    if isinstance(backend, ZOBackend):
-        return backend.block_store
-    if isinstance(backend, LOMOBackend):
-        return backend._block_store
-    base = backend._base if isinstance(backend, AdapterBackend) else None
-    return None if base is None else base.block_store
-
-
-def moved_bytes(store: BlockStore | None) -> tuple[int, int]:
-    """Bytes that the store has uploaded and downloaded."""
-    return (0, 0) if store is None else (store.runtime.bytes_up, store.runtime.bytes_down)
-
-
-def traffic_row(store: BlockStore | None, before: tuple[int, int], *, steps: int) -> Row:
-    """GB that each of the last `steps` steps uploaded and downloaded; nothing without a store. `before`: `moved_bytes`
-    before them."""
-    if store is None:
-        return {}
-    up, down = ((after - start) / steps / 1e9 for start, after in zip(before, moved_bytes(store), strict=True))
-    return {"up_gb_a_step": up, "down_gb_a_step": down}
-
-
-def drop_gradients(model: nn.Module) -> None:
-    """Drops each gradient as soon as autograd has accumulated it."""
-
-    def drop(parameter: torch.Tensor) -> None:
-        parameter.grad = None
-
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(drop)
 
 
 def with_compiled_blocks(trainer: Trainer, model: nn.Module) -> Trainer:
     """Compiles the model's blocks by the same code for every method. The engines of ds_zo have compiled theirs already.
     A block that could not be compiled fails the next step."""
-    compiler: BlockCompiler | None = getattr(getattr(trainer.engine, "backend", None), "_compiler", None)
+    backend = getattr(trainer.engine, "backend", None)
+    compiler = backend._compiler if isinstance(backend, (LOMOBackend, LSPBackend)) else None
     if compiler is None:
         compiler = BlockCompiler()
         compiler.install(find_blocks(model).values())

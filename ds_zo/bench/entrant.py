@@ -19,7 +19,7 @@ from ds_zo.bench.contenders import ALL, Contender, settings_of
 from ds_zo.bench.measure import cap_device_memory, cpu_adam_gparams_per_s, link_gbps, measure_steps, start_device
 from ds_zo.bench.shapes import config_of_model, lazy_model, materialise
 from ds_zo.bench.traces import profile_steps
-from ds_zo.bench.trainer import Batch, Trainer, loss_of, part_seconds, set_checkpointing, torch_adamw_trainer
+from ds_zo.bench.trainer import Batch, Trainer, engine_trainer, part_seconds, set_checkpointing, torch_adamw_trainer
 from ds_zo.bench.workload import batches_of
 from ds_zo.planner.models import DTYPES
 from ds_zo.records.rows import Row
@@ -99,14 +99,8 @@ def run_contender(
     clock.lap("load")
 
     model_config = config_of_model(wanted.model, num_layers=wanted.layers, max_length=wanted.length)
-    batches = batches_of(
-        wanted.model,
-        model_config,
-        batch=wanted.batch,
-        length=wanted.length,
-        data=None if wanted.data is None else Path(wanted.data),
-        seed=wanted.seed,
-    )
+    sizes, data = {"batch": wanted.batch, "length": wanted.length}, None if wanted.data is None else Path(wanted.data)
+    batches = batches_of(wanted.model, model_config, **sizes, data=data, seed=wanted.seed)
     num_done = 0
     micro_batch = wanted.batch // wanted.accumulation
     losses: list[torch.Tensor] = []
@@ -177,20 +171,14 @@ class _Clock:
 def _engine(
     entrant: Contender, config: Row, spec: EntrantSpec, change_model: Callable[[nn.Module], nn.Module] | None
 ) -> Trainer:
-    import deepspeed
-
-    import ds_zo  # noqa: F401
-
     model = _model(entrant, config, spec)
     if change_model is not None:
         model = change_model(model)
     num_parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     set_checkpointing(model, spec.checkpointing)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
-    engine.train()
+    trainer = engine_trainer(model, config, entrant.settings)
     as_given = _starts_as_given(model) if entrant.backend is None else None
-    facts = _facts(_classes(engine.optimizer), starts_as_given=as_given, parameters=num_parameters)
-    trainer = Trainer(loss_of(engine), engine.backward, engine.step, entrant.settings, engine, facts=facts)
+    trainer.facts = _facts(_classes(trainer.engine.optimizer), starts_as_given=as_given, parameters=num_parameters)
     return _offloading_activations(trainer) if entrant.offloads_activations else trainer
 
 
@@ -306,7 +294,7 @@ def _peer(entrant: Contender, config: Row, spec: EntrantSpec) -> Trainer:
         clipping = config["gradient_clipping"]
         trainer = torch_adamw_trainer(model, lr=lr, clipping=clipping, accumulation=spec.accumulation)
     else:
-        trainer = lomo_optim_trainer("peer_lomo", model, lr=lr)
+        trainer = lomo_optim_trainer(model, lr=lr)
     num_parameters = sum(p.numel() for p in model.parameters())
     trainer.facts |= _facts(entrant.peer or "", starts_as_given=None, parameters=num_parameters)
     return trainer

@@ -11,10 +11,10 @@ from torch import nn
 from ds_zo.bench.trainer import Trainer, loss_of
 
 
-def lomo_optim_trainer(method: str, model: nn.Module, *, lr: float | None) -> Trainer:
-    """A trainer for `peer_lomo`, `peer_lomo_clipped` or `peer_adalomo`. `lr` None means the package's usual rate.
+def lomo_optim_trainer(model: nn.Module, *, lr: float | None, adaptive: bool = False, clipping: float = 0.0) -> Trainer:
+    """The package's LOMO, or AdaLOMO where `adaptive`. `lr` None means the package's usual rate.
 
-    The clipped form needs two backward passes. It gets one forward pass, because the package retains the graph; the
+    LOMO that clips needs two backward passes. It gets one forward pass, because the package retains the graph; the
     authors' own trainer makes two forward passes, which is slower.
     """
     import torch.distributed as dist
@@ -22,19 +22,17 @@ def lomo_optim_trainer(method: str, model: nn.Module, *, lr: float | None) -> Tr
     peer = importlib.import_module("lomo_optim")
     if not dist.is_initialized():  # the package asks for its rank
         dist.init_process_group("nccl" if next(model.parameters()).is_cuda else "gloo")
-    adaptive, clipped = method == "peer_adalomo", method == "peer_lomo_clipped"
     rate = lr or (5e-4 if adaptive else 1e-3)
     make = peer.AdaLomo if adaptive else peer.Lomo
-    optimizer = make(model, lr=rate, clip_grad_norm=1.0 if clipped else None)
+    optimizer = make(model, lr=rate, clip_grad_norm=clipping or None)
 
     def backward(loss: torch.Tensor) -> None:
-        if clipped:
+        if clipping:
             optimizer.grad_norm(loss)
         optimizer.fused_backward(loss, rate)
 
-    words = f"lomo-optim {_version('lomo-optim')} {make.__name__}" + (
-        ", clip_grad_norm 1, two backwards on one forward" if clipped else ""
-    )
+    clips = f", clip_grad_norm {clipping:g}, two backwards on one forward" if clipping else ""
+    words = f"lomo-optim {_version('lomo-optim')} {make.__name__}{clips}"
     return Trainer(loss_of(model), backward, lambda: None, words)
 
 

@@ -46,10 +46,24 @@ def loss_of(model: Any) -> Callable[[Batch], torch.Tensor]:
     return forward
 
 
+def engine_trainer(
+    model: nn.Module, config: Row, settings: str, *, initialize: Callable[..., Any] | None = None
+) -> Trainer:
+    """DeepSpeed's engine, of ds_zo or stock. `initialize`: in place of DeepSpeed's; returns the engine alone."""
+    import deepspeed
+
+    import ds_zo  # noqa: F401
+
+    make = initialize or (lambda **arguments: deepspeed.initialize(**arguments)[0])
+    engine = make(model=model, model_parameters=[p for p in model.parameters() if p.requires_grad], config=config)
+    engine.train()
+    return Trainer(loss_of(engine), engine.backward, engine.step, settings, engine, facts={"config": config})
+
+
 def torch_adamw_trainer(model: nn.Module, *, lr: float = 1e-4, clipping: float = 0.0, accumulation: int = 1) -> Trainer:
     """The leanest AdamW on the GPU: torch's fused kernel on the model's own 16-bit weights, gradients and moments. It
     trains worse, since small updates are rounded away. `accumulation`: micro-batches of an update."""
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     fused = parameters[0].device.type == "cuda"
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0, fused=fused)
     num_backwards = 0

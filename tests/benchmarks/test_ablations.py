@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from benchmarks import speed
-from benchmarks.zo_case import run_case
+from benchmarks.training_speed import measure
 from ds_zo.config import ConfigError, resolve
 from ds_zo.config.section import StreamConfig
 from tests.helpers.equivalence_runs import zo_config, zo_engine
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("single_process")
 def test_an_update_sweep_of_its_own_uploads_twice() -> None:
     params = {"shape": "opt-tiny", "layers": 4, "length": 8, "warmup": 2, "steps": 2, "device": "cpu", "method": "zo"}
     stream = {"master": "wire", "resident_blocks": 0, "writeback_interval": 1}
-    fused, unfused = (run_case(**params, stream=stream, without=without) for without in ((), ["fuse_update"]))
+    fused, unfused = (measure(**params, stream=stream, without=without) for without in ((), ["fuse_update"]))
     assert unfused["up_gb_a_step"] == 2 * fused["up_gb_a_step"] > 0
     assert unfused["down_gb_a_step"] == fused["down_gb_a_step"] > 0
 

@@ -15,8 +15,8 @@ CAPPED = {"master": "wire", "resident_blocks": 0, "device_memory_gb": 4.0}
 
 def test_a_case_is_filled_within_its_cap_and_machine_facts_are_in_its_run() -> None:
     params = {"shape": "opt-1.3b", "layers": 8, "method": "zo", "stream": CAPPED, "cap_gb": 4.0, "fill_steps": 7}
-    machine_case = Case("machine", "benchmarks.zo_case:run_machine", {"numel": 2**24})
-    case = Case("capped", "benchmarks.zo_case:run_case", {**params, "steps": 13})
+    machine_case = Case("machine", "benchmarks.kernels:machine", {"numel": 2**24})
+    case = Case("capped", "benchmarks.training_speed:measure", {**params, "steps": 13})
     machine, row = run_cases([machine_case, case], out=None)
     assert machine["status"] == row["status"] == "ok", (machine.get("error"), row.get("error"))
     assert row["resident_blocks"] == 0 and row["filled"]["resident_blocks"] > 0
@@ -27,7 +27,7 @@ def test_a_case_is_filled_within_its_cap_and_machine_facts_are_in_its_run() -> N
 
 
 def test_a_streamed_step_is_recorded(tmp_path: Path) -> None:
-    params = {"shape": "opt-1.3b", "layers": 6, "dtype": "bf16", "stream": {"master": "wire", "resident_blocks": 0}}
+    params = {"shape": "opt-1.3b", "method": "zo", "layers": 6, "stream": {"master": "wire", "resident_blocks": 0}}
     (row,) = run_cases([Case("timeline", "benchmarks.timeline:record", params)], out=None)
     assert row["status"] == "ok", row.get("error")
     assert {"upload", "forward", "noise"} <= {kind for _, kind, *_ in row["spans"]}

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.lomo_methods import MasterWeights
+from benchmarks.methods import MasterWeights
 from benchmarks.report import report
 from benchmarks.speed import cases_of
 from ds_zo.bench.runner import WARM, Case, run_cases
 from ds_zo.records.rows import Row
 from tests.helpers.clean_process import in_clean_process
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HAS_PEER = importlib.util.find_spec("lomo_optim") is not None
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _kinds() -> list[Case]:
@@ -26,7 +26,7 @@ def _kinds() -> list[Case]:
     found: dict[tuple[Any, ...], Case] = {}
     for case in cases_of("lomo", device=DEVICE, tiny=True):
         method = case.params.get("method", "")
-        if method.startswith("peer_") and (not HAS_PEER or (method == "peer_adalomo" and DEVICE == "cpu")):
+        if method.endswith("-optim") and (not HAS_PEER or (method == "adalomo-optim" and DEVICE == "cpu")):
             continue  # its AdaLomo puts its state on a GPU
         found.setdefault((case.target, method, "stream" in case.params), case)
     return list(found.values())
@@ -34,16 +34,16 @@ def _kinds() -> list[Case]:
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Row]:
-    options = {"out": None, "device": DEVICE, "warm": (*WARM, "benchmarks.lomo_cases"), "min_free_host_gib": 0.5}
+    options = {"out": None, "device": DEVICE, "warm": (*WARM, "benchmarks.training_speed"), "min_free_host_gib": 0.5}
     return {row["case"]: row for row in in_clean_process(run_cases, _kinds(), **options)}
 
 
 def test_every_kind_of_case_gives_a_row(rows: dict[str, Row]) -> None:
     assert {name: row["error"] for name, row in rows.items() if row["status"] != "ok"} == {}
-    speeds = [row for row in rows.values() if row["target"].endswith(":speed")]
+    speeds = [row for row in rows.values() if row["target"].endswith(":measure")]
     for row in speeds:
         assert row["tokens_per_s"] > 0 and row["step_s_min"] <= row["step_s"] <= row["step_s_max"]
-        assert len(row["losses"]) == row["params"]["warmup"] + row["params"]["steps"]
+        assert len(row["losses"]) == 1 + row["params"]["steps"]
     # The same weights and batch for all: what they are compared at is one piece of work.
     losses = [row["losses"][0] for row in speeds]
     assert math.isfinite(losses[0]) and max(losses) - min(losses) < 0.01

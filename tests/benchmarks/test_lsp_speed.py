@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from benchmarks import lsp_cases
+from benchmarks import lsp_parts
 from benchmarks.speed import cases_of
+from benchmarks.training_speed import measure
 from ds_zo.backends.recompute import compiled_blocks
 
 
@@ -20,7 +21,7 @@ def rehearsed(suite: str, name: str) -> dict[str, Any]:
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("name", ["lsp-512", "lsp-none", "ceiling", "adamw-torch"])
 def test_a_case_measures_both_batches_memory_and_parts(name: str) -> None:
-    row = lsp_cases.speed(**rehearsed("lsp", f"issue/1.3b/4+1/{name}"))
+    row = measure(**rehearsed("lsp", f"issue/1.3b/4+1/{name}"))
     four, one = row, {**row, **row["then"]}
     for found, batch in ((four, 2), (one, 1)):
         assert found["batch"] == batch and found["parameters"] > 1000
@@ -41,8 +42,8 @@ def test_a_case_measures_both_batches_memory_and_parts(name: str) -> None:
 
 @pytest.mark.usefixtures("single_process")
 def test_one_engine_is_measured_on_every_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lsp_cases, "_TURNS", 1)
-    row = lsp_cases.speed(**rehearsed("lsp-figure5", "figure5/llama-1.3b/lsp-512"))
+    monkeypatch.setattr(lsp_parts, "TURNS", 1)
+    row = measure(**rehearsed("lsp-figure5", "figure5/llama-1.3b/lsp-512"))
     assert row["link_gbps"] is None and list(row["links"]) == ["20", "10"]
     assert len({row["apart_step_s"], *(found["apart_step_s"] for found in row["links"].values())}) == 3
 
@@ -50,7 +51,7 @@ def test_one_engine_is_measured_on_every_link(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.usefixtures("single_process")
 def test_parts_of_the_schedule_are_switched_off() -> None:
     params = rehearsed("lsp-schedule", "schedule/1.3b/4+1/late-first-come")
-    assert lsp_cases.speed(**params)["then"]["batch"] == 1 and params["without"] == ["early uploads", "last first"]
+    assert measure(**params)["then"]["batch"] == 1 and params["without"] == ["early uploads", "last first"]
 
 
 @pytest.mark.usefixtures("single_process")
@@ -60,7 +61,7 @@ def test_compiled_cases_compile_whoever_trains(monkeypatch: pytest.MonkeyPatch) 
     assert {case.name.rpartition("/")[0] for case in cases} == {"1.3b/4", "1.3b/1"}
     for case in cases[:2]:  # LSP: test_compiled_blocks
         counters.clear()
-        row = lsp_cases.speed(**case.params)
+        row = measure(**case.params)
         assert row["compiled"] and row["settings"].endswith("blocks compiled")
         assert counters["stats"]["calls_captured"] > 0
         torch._dynamo.reset()

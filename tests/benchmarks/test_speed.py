@@ -40,7 +40,7 @@ def test_a_suite_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["1.3b.mezo", "1.3b.resident", "in"]
     with pytest.raises(SystemExit, match="no case is left of machine"):
         speed.main(["zo-targets", "--list", "--only", "no such"])
-    speed.main(["zo_case:run_case", "--list", "--set", "shape=opt-tiny", "--set", "method=zo"])
+    speed.main(["training_speed:measure", "--list", "--set", "shape=opt-tiny", "--set", "method=zo"])
     assert " case\n" in capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""Models that speed suites change: BLOOM's attention in pieces, and a slower link."""
+"""Models that speed suites change: BLOOM's attention in chunks, and a slower link."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from benchmarks.training_case import TrainingCase
 from ds_zo.bench.shapes import materialise
 
 
-def test_bloom_attends_in_pieces_as_it_does_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bloom_attends_in_chunks_as_it_does_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.bloom_attention._NUM_HEADS", 3)
     case = TrainingCase("bloom-tiny", "zo", length=24, dtype="fp32")
     ids = torch.randint(0, 512, (2, 24), generator=torch.Generator().manual_seed(0))
     padded = torch.ones_like(ids).index_fill_(1, torch.tensor([0, 1, 2]), 0)
     found = []
-    for attention in (None, "pieces"):
+    for attention in (None, "chunks"):
         model = materialise(replace(case, attention=attention).lazy_model(torch.device("cpu"))).eval()
         with torch.no_grad():
             found.append([model(input_ids=ids, attention_mask=mask).logits[:, 3:] for mask in (None, padded)])
-    for whole, pieces in zip(*found, strict=True):
-        torch.testing.assert_close(pieces, whole)
+    for whole, chunks in zip(*found, strict=True):
+        torch.testing.assert_close(chunks, whole)
     assert not torch.equal(found[0][0], found[0][1]), "the mask must matter"
 
 

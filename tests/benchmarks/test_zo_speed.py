@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import timeline, zo_case
+from benchmarks import timeline
 from benchmarks.speed import cases_of
+from benchmarks.training_speed import measure
 
 LAYERS = 4
 SMALL = {"shape": "opt-tiny", "layers": LAYERS, "length": 8, "warmup": 1, "steps": 1, "device": "cpu", "age": False}
@@ -28,7 +29,7 @@ def kinds() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("name", kinds())
 def test_a_case_of_each_kind_runs(name: str, single_process: None) -> None:
     params = kinds()[name]
-    row = zo_case.run_case(**params)
+    row = measure(**params)
     json.dumps(row)
     assert row["tokens_per_s"] > 0 and 0 < row["loss"] < 20
     if params["method"] == "zo":
@@ -42,14 +43,14 @@ def test_a_case_of_each_kind_runs(name: str, single_process: None) -> None:
 def test_streamed_zo_is_measured_with_its_updates_pending(single_process: None) -> None:
     """Before a whole interval has passed fewer updates wait for replay than later on."""
     stream = {"resident_blocks": 0, "writeback_interval": 5}
-    row = zo_case.run_case(**{**SMALL, "method": "zo", "stream": stream, "age": True})
+    row = measure(**{**SMALL, "method": "zo", "stream": stream, "age": True})
     assert row["warmup"] == 5
 
 
 def test_wire_decides_the_bytes_moved(single_process: None) -> None:
     def up(wire: str) -> float:
         stream = {"master": "wire", "resident_blocks": 0, "wire_dtype": wire}
-        moved: float = zo_case.run_case(**SMALL, method="zo", dtype="fp32", stream=stream)["up_gb_a_step"]
+        moved: float = measure(**SMALL, method="zo", dtype="fp32", stream=stream)["up_gb_a_step"]
         return moved
 
     assert up("bf16") == pytest.approx(0.5 * up("fp32"), rel=0.02)

@@ -1,81 +1,22 @@
-"""What one process measures for LOMO: a method's speed, its memory by part, sequential accumulation's price."""
+"""LOMO's memory by part beside other first-order methods, and what sequential accumulation changes."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.lomo_methods import KEEPS_GRADIENTS, STATE_BYTES, make_trainer
-from benchmarks.training_case import TrainingCase, block_store_of, moved_bytes, random_batch, slow_host_row, traffic_row
-from ds_zo.bench.measure import measure_steps, memory_peaks, start_device
+from benchmarks.methods import Method, method_of
+from benchmarks.training_case import TrainingCase, random_batch, with_compiled_blocks
+from benchmarks.training_speed import ROOM
+from ds_zo.bench.measure import memory_peaks, start_device
 from ds_zo.bench.shapes import materialise
 from ds_zo.bench.trainer import Batch, set_checkpointing
 from ds_zo.records.rows import Row
-from ds_zo.streaming.allocator import num_retries
 from ds_zo.streaming.blocks import find_blocks
-
-_ROOM = 0.97
-"""Share of a card that tensors can be expected to get."""
-_POSITIONS = 2048
-"""Tokens that every model takes at least."""
-
-
-def speed(**settings: Any) -> Row:
-    """Tokens a second of one case, in this process."""
-    case = TrainingCase(**settings)
-    where = start_device(case.device, cap_gb=case.cap_gb)
-    model = case.lazy_model(where, positions=_POSITIONS)
-    numel = sum(p.numel() for p in model.parameters())
-    streamed = case.stream is not None
-    needed_gb = _least_nbytes(case.method, numel, streamed=streamed or case.method == "zero3_offload") / 1e9
-    num_tokens = case.batch * case.length
-    about = {"method": case.method, "shape": case.shape, "tokens_a_step": num_tokens, "parameters": numel}
-    if where.type == "cuda" and needed_gb > _ROOM * torch.cuda.get_device_properties(where).total_memory / 1e9:
-        return {**about, "fits": False, "needed_gb": needed_gb}
-    if not streamed:
-        model = materialise(model).to(where)  # buffers
-    set_checkpointing(model, case.checkpointing)
-    model.train()
-    begin = time.perf_counter()
-    options: Row = {"lr": case.lr, "stream": case.stream, "compiled": case.compiled}
-    trainer = make_trainer(case.method, model, batch_size=case.batch, **options)
-    load_s = time.perf_counter() - begin
-    ids = random_batch(model, case.batch, case.length, where)
-    begin = time.perf_counter()
-    first = [float(trainer.step(ids))]
-    first_step_s = time.perf_counter() - begin
-    first += [float(trainer.step(ids)) for _ in range(1, case.warmup)]
-    store = block_store_of(trainer.engine)
-    before = moved_bytes(store)  # a streaming engine places its blocks in its first step
-    retries = num_retries(where)
-    step = partial(trainer.step, ids)
-    measured = measure_steps(step, warmup=0, steps=case.steps, device=where)
-    if case.slow_host:
-        measured |= slow_host_row(step, steps=case.steps, device=where)
-    return {
-        **about,
-        "fits": True,
-        "settings": trainer.settings,
-        "checkpointing": case.checkpointing,
-        "attention": case.attention,
-        "compiled": case.compiled,
-        "cap_gb": case.cap_gb,
-        "load_s": load_s,
-        "first_step_s": first_step_s,
-        "alloc_retries": num_retries(where) - retries,
-        "tokens_per_s": num_tokens / measured["step_s"],
-        **measured,
-        **trainer.facts,
-        "losses": first + measured["losses"],
-        **({} if store is None else {"placement": trainer.engine.backend.describe()}),
-        **traffic_row(store, before, steps=case.steps),
-    }
 
 
 def memory(**settings: Any) -> Row:
@@ -85,10 +26,10 @@ def memory(**settings: Any) -> Row:
     are counted. A compiled block returns the gradients of its parameters together.
     """
     case = TrainingCase(**settings)
-    method = case.method
+    method = method_of(case)
     where = start_device(case.device)
     _warm_libraries(where)
-    model = materialise(case.lazy_model(where, positions=_POSITIONS)).to(where)
+    model = materialise(case.lazy_model(where), where)
     model.train()
     set_checkpointing(model, case.checkpointing)
     numel = sum(p.numel() for p in model.parameters())
@@ -100,13 +41,13 @@ def memory(**settings: Any) -> Row:
     del loss
     parts = {
         "parameters_gb": sum(sizes) / 1e9,
-        "gradients_gb": (sum(sizes) if method in KEEPS_GRADIENTS else max(sizes)) / 1e9,
-        "states_gb": STATE_BYTES[method] * numel / 1e9,
+        "gradients_gb": (sum(sizes) if method.keeps_gradients else max(sizes)) / 1e9,
+        "states_gb": method.state_bytes * numel / 1e9,
         "activations_gb": activations / 1e9,
     }
     computed_gb = sum(parts.values())
     row = {
-        "method": method,
+        "method": case.method,
         "shape": case.shape,
         "tokens_a_step": case.batch * case.length,
         "parameters": numel,
@@ -117,20 +58,20 @@ def memory(**settings: Any) -> Row:
         "computed_total_gb": computed_gb,
     }
     room = torch.cuda.get_device_properties(where).total_memory if where.type == "cuda" else float("inf")
-    if computed_gb * 1e9 > _ROOM * room:
+    if computed_gb * 1e9 > ROOM * room:
         return {**row, "fits": False, "total_gb": computed_gb}
     try:
-        measured = _measured_parts(method, model, ids, case.batch, where, compiled=case.compiled)
+        measured = _measured_parts(case, method, model, ids, where)
     except torch.OutOfMemoryError:
         return {**row, "fits": False, "total_gb": computed_gb}
     return {**row, "fits": True, **measured, "total_gb": measured["peak_gb"] or computed_gb}
 
 
-def _measured_parts(
-    method: str, model: nn.Module, ids: Batch, batch: int, where: torch.device, *, compiled: bool
-) -> Row:
+def _measured_parts(case: TrainingCase, method: Method, model: nn.Module, ids: Batch, where: torch.device) -> Row:
     before = _allocated(where)
-    trainer = make_trainer(method, model, batch_size=batch, compiled=compiled)
+    trainer = method.make(case, model, where)
+    if case.compiled:
+        trainer = with_compiled_blocks(trainer, model)
     of_a_block = [sum(p.numel() * p.element_size() for p in b.parameters()) for b in find_blocks(model, None).values()]
     with _live_gradients(model) as live:
         trainer.step(ids)
@@ -140,7 +81,7 @@ def _measured_parts(
     loss = trainer.step(ids)
     return {
         "settings": trainer.settings,
-        "gradients_gb": max(live["most"], max(of_a_block) if compiled else 0) / 1e9,
+        "gradients_gb": max(live["most"], max(of_a_block) if case.compiled else 0) / 1e9,
         "states_gb": states / 1e9,
         "loss": float(loss),
         **memory_peaks(where),
@@ -265,9 +206,6 @@ def _text_rows(num_rows: int, length: int) -> torch.Tensor:
     return found.view(num_rows, length)
 
 
-# What cases share
-
-
 def _allocated(where: torch.device) -> int:
     return torch.cuda.memory_allocated(where) if where.type == "cuda" else 0
 
@@ -276,8 +214,3 @@ def _warm_libraries(where: torch.device) -> None:
     """So that cuBLAS's workspaces, one a thread, are not taken for anything that the model needs."""
     x = torch.ones(16, 16, dtype=torch.bfloat16, device=where, requires_grad=True)
     (x @ x).sum().backward()
-
-
-def _least_nbytes(method: str, numel: int, *, streamed: bool) -> int:
-    """Of 16-bit weights, gradients and state; activations come on top."""
-    return 0 if streamed else numel * (2 + (2 if method in KEEPS_GRADIENTS else 0) + STATE_BYTES[method])
