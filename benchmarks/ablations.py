@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.raw_buffer import RawBuffer
 from ds_zo.backends.zo.block_store import ZOBlockStore
-from ds_zo.streaming.runtime import Slot
+from ds_zo.streaming.slot import Slot
 from ds_zo.streaming.streams import Streams, made_by, of_device
 from ds_zo.streaming.units import Unit
 

@@ -159,7 +159,7 @@ def _streaming(axes: Axes) -> None:
     for kind, (y, _) in lanes.items():
         axes.text(left, y + 0.53, kind.name.lower(), ha="left", va="center", weight="bold")
         axes.plot([left, WIDTH_IN - 0.1], [y - 0.04, y - 0.04], color="#b6c0cc", linewidth=0.8)
-    for action in sweep(range(6), num_slots=2, downloads={1, 4}):
+    for action in sweep(range(6), streamed=range(6), num_slots=2, downloads={1, 4}):
         waits_for = slot_free.get(action.slot, 0.0) if action.kind is Kind.UPLOAD else ready[action.block]
         begin = max(stream_free[action.kind], waits_for)
         end = begin + seconds[action.kind]

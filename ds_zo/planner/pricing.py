@@ -1,8 +1,7 @@
 """Seconds of a pass with streamed blocks, from the list of actions that the runtime executes.
 
-The list is that of `streaming.schedule.sweep`. Added are the computations without a slot: blocks that stay on the
-device, and all code outside the blocks. Uploads of low-bits buffers are not in the list. They are issued ahead on a
-stream of their own, so that they delay a step only by their share of the link.
+The list is that of `streaming.schedule.sweep`. Added is the computation of all code outside the blocks. Low planes are
+uploaded on a stream of their own, so the seconds of an upload contain their share of the link.
 """
 
 from __future__ import annotations
@@ -11,26 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 from ds_zo.planner.rates import Rates
-from ds_zo.streaming.schedule import Action, Kind, price, sweep
+from ds_zo.streaming.schedule import NO_SLOT, Action, Kind, price, sweep
 from ds_zo.streaming.units import Unit
 
 NON_BLOCKS = -1
 """The block number of all computation outside the blocks."""
-
-
-def with_residents(actions: Sequence[Action], order: Sequence[int], *, streamed: Collection[int]) -> list[Action]:
-    """Adds the computations of blocks that stay on the device, each before the computation of the next streamed
-    block."""
-    merged: list[Action] = []
-    waiting = iter(order)
-    for action in actions:
-        if action.kind is Kind.COMPUTE:
-            for block in waiting:
-                if block == action.block:
-                    break
-                merged.append(_slotless(block))
-        merged.append(action)
-    return [*merged, *(_slotless(block) for block in waiting if block not in streamed)]
 
 
 def pass_over(
@@ -41,20 +25,37 @@ def pass_over(
     downloads: Collection[int] = (),
     loaded: Mapping[int, int] | None = None,
     then: Sequence[int] = (),
-) -> tuple[list[Action], dict[int, int]]:
-    """The actions of one pass, and the slots of those blocks that the next pass finds on the device (block to slot).
+    lows: Sequence[int] = (),
+    num_low_slots: int = 0,
+    loaded_lows: Mapping[int, int] | None = None,
+) -> tuple[list[Action], dict[int, int], dict[int, int]]:
+    """The actions of one pass, and what the next pass finds on the device: slots by block, and low slots by block.
 
-    `downloads` are sent back, `loaded` are in slots when the pass begins, `then` is the order of the next pass."""
-    moving = [block for block in order if block in streamed]
-    if not moving:
-        return [_slotless(block) for block in order], {}
-    ahead = [block for block in then if block in streamed][:num_slots]
-    actions = sweep(moving, num_slots=num_slots, downloads=downloads, loaded=loaded, then=ahead)
-    holds: dict[int, int] = {slot: block for block, slot in (loaded or {}).items()}
+    `downloads` are sent back, `loaded` are in slots when the pass begins, `then` is the order of the next pass. `lows`
+    and `loaded_lows` are those of `sweep`."""
+    loaded, loaded_lows = loaded or {}, loaded_lows or {}
+    actions = sweep(
+        order,
+        streamed=streamed,
+        num_slots=num_slots,
+        downloads=downloads,
+        loaded=loaded,
+        then=then,
+        lows=lows,
+        low_slots=[slot for slot in range(num_low_slots) if slot not in loaded_lows.values()],
+        loaded_lows=loaded_lows,
+    )
+    holds, holds_low = ({slot: block for block, slot in there.items()} for there in (loaded, loaded_lows))
     for action in actions:
-        holds[action.slot] = action.block
+        if action.kind.is_low:
+            holds_low[action.slot] = action.block
+        elif action.slot != NO_SLOT:
+            holds[action.slot] = action.block
+        if action.kind is Kind.DOWNLOAD:
+            holds_low.pop(action.low_slot, None)
+    ahead = [block for block in then if block in streamed][:num_slots]
     left = {block: slot for slot, block in holds.items() if block in ahead}
-    return with_residents(actions, order, streamed=streamed), left
+    return actions, left, {block: slot for slot, block in holds_low.items()}
 
 
 def forward_and_backward(
@@ -71,21 +72,21 @@ def forward_and_backward(
     forward: list[Action] = []
     backward: list[Action] = []
     for _ in range(2):  # the second step is like all that follow
-        forward, _ = one_pass(order, downloads=forward_downloads, loaded=_left(backward))
-        backward, _ = one_pass(order[::-1], downloads=backward_downloads, loaded=_left(forward))
-    later = [Action(action.block + num_blocks, action.kind, action.slot) for action in backward]
+        forward, *_ = one_pass(order, downloads=forward_downloads, loaded=_left(backward))
+        backward, *_ = one_pass(order[::-1], downloads=backward_downloads, loaded=_left(forward))
+    later = [action._replace(block=action.block + num_blocks) for action in backward]
     return [*forward, non_blocks(), *later]
 
 
 def _left(actions: Sequence[Action]) -> dict[int, int]:
     """The blocks that a pass leaves in slots, and these slots."""
-    last = {a.slot: a.block for a in actions if a.kind is Kind.COMPUTE and a.slot >= 0}
+    last = {a.slot: a.block for a in actions if a.kind is Kind.COMPUTE and a.slot != NO_SLOT}
     return {block: slot for slot, block in last.items()}
 
 
 def non_blocks() -> Action:
     """The computation of everything outside the blocks."""
-    return _slotless(NON_BLOCKS)
+    return Action(NON_BLOCKS, Kind.COMPUTE)
 
 
 def decode_s(unit: Unit, rates: Rates) -> float:
@@ -96,8 +97,3 @@ def decode_s(unit: Unit, rates: Rates) -> float:
 
 def seconds(actions: Sequence[Action], seconds_of: Mapping[tuple[int, Kind], float]) -> float:
     return price(actions, seconds_of=seconds_of).total_s
-
-
-def _slotless(block: int) -> Action:
-    """A computation that waits for no upload. Its slot number is negative, and no other action has it."""
-    return Action(block, Kind.COMPUTE, -2 - block)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ds_zo.backends.zo.buffers import ZOBuffers
 from ds_zo.backends.zo.cuda_graphs import MOST_RECORDED_FLOPS
@@ -74,27 +74,38 @@ class ZOSteps:
 
         In the list of actions that is priced, the blocks of each step have numbers of their own. The number of updates
         that a block has to replay differs from step to step."""
-        interval, num_slots = self.buffers.interval, self.buffers.stream.device_slots
+        interval, num_blocks = self.buffers.interval, len(self.blocks)
         seconds: dict[tuple[int, Kind], float] = {}
         actions: list[Action] = []
-        num_steps, num_blocks = max(2, interval), len(self.blocks)
-        order, streamed = range(num_blocks), set(self.streamed)
-        _, loaded = pricing.pass_over(order, streamed=streamed, num_slots=num_slots, then=order)
-        for step in range(num_steps):
-            first = step * num_blocks
-            folding = {i for i in order if (step + turn(i, interval)) % interval == 0}
-            found, loaded = pricing.pass_over(
+        num_steps, order = max(2, interval), range(num_blocks)
+        loaded: dict[int, int] = {}
+        loaded_lows: dict[int, int] = {}
+        for step in range(-1, num_steps):
+            found, loaded, loaded_lows = pricing.pass_over(
                 order,
-                streamed=streamed,
-                num_slots=num_slots,
-                downloads={i for i in folding & streamed if self.blocks[i].trainable},
+                streamed=set(self.streamed),
+                num_slots=self.buffers.stream.device_slots,
+                downloads=self._folding(step),
                 loaded=loaded,
                 then=order,
+                lows=[i for i in (*self._folding(step), *self._folding(step + 1)) if self.blocks[i].low_nbytes],
+                num_low_slots=self.buffers.num_low_slots,
+                loaded_lows=loaded_lows,
             )
-            of_step = self._seconds(step=step)
+            if step < 0:  # it leaves in slots what a step finds there
+                continue
+            first, of_step = step * num_blocks, self._seconds(step=step)
             seconds |= {(b if b == pricing.NON_BLOCKS else first + b, kind): s for (b, kind), s in of_step.items()}
-            actions += [replace(action, block=first + action.block) for action in found] + [pricing.non_blocks()]
+            actions += [action._replace(block=first + action.block) for action in found] + [pricing.non_blocks()]
         return max(pricing.seconds(actions, seconds) / num_steps, self._link_s)
+
+    def _folding(self, step: int) -> list[int]:
+        """The blocks whose fold changes bytes on the host."""
+        if not self.streamed:
+            return []
+        interval, streamed = self.buffers.interval, set(self.streamed)
+        changed = [i for i, u in enumerate(self.blocks) if u.trainable and (i in streamed or u.low_nbytes)]
+        return [i for i in changed if (step + turn(i, interval)) % interval == 0]
 
     def _seconds(self, *, step: int | None = None) -> dict[tuple[int, Kind], float]:
         """Seconds of each block's upload, computation and download in step number `step`. None: in an average step."""
@@ -103,6 +114,7 @@ class ZOSteps:
         pairs = self.buffers.pairs(len(self.blocks) - len(self.streamed))
         recorded = is_recorded(self.model, self.buffers, pairs=pairs)
         up, down = self._link_rates
+        streamed = set(self.streamed)
         seconds: dict[tuple[int, Kind], float] = {}
         for i, unit in enumerate(self.blocks):
             behind = lags(interval)
@@ -115,7 +127,8 @@ class ZOSteps:
                 on_host += 2 * sum(len(placed.shape) == 2 for placed in unit.placed) * _VISIT_LAUNCH_S
             seconds[i, Kind.COMPUTE] = max(noise + num_passes * cost.kernel_s, on_host)
             seconds[i, Kind.UPLOAD] = (unit.nbytes + unit.low_nbytes * folds) / up
-            seconds[i, Kind.DOWNLOAD] = (unit.nbytes + unit.low_nbytes) / down
+            seconds[i, Kind.LOW_UPLOAD] = unit.low_nbytes / up
+            seconds[i, Kind.DOWNLOAD] = (unit.low_nbytes + (unit.nbytes if i in streamed else 0)) / down
         outside = [u for units in placement.entered_by.values() for u in units] + placement.pass_long
         noise = sum(self._noise_s(u, pending=1, folds=1) for u in outside)
         on_host = num_passes * trace.non_blocks.launch_s + len(outside) * _VISIT_LAUNCH_S

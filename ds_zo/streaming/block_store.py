@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,9 +23,9 @@ from ds_zo.streaming.node import Node, RankPartition
 from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units
 from ds_zo.streaming.rank_values import compare_values
 from ds_zo.streaming.runtime import BeforeOverwrite, Runtime
-from ds_zo.streaming.sharded import ShardedRuntime
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.streams import streams_for
+from ds_zo.streaming.transport import Gathers, LocalCopy, NodeGather, ShardGather, Transport
 from ds_zo.streaming.units import Unit
 
 
@@ -87,7 +86,15 @@ class BlockStore:
                 shards = sum(partition.shard_nbytes(u.nbytes) for u in placement.blocks if id(u) not in resident_ids)
                 at_first = replace(at_first, blocks=at_first.blocks + shards)
             check_fits(at_first, budget_gb=self._stream.device_memory_gb, remedy=remedy)
-        self.store = self.shards or self.shared or HostStore(device, pin=config.pin_memory)
+        self.store: HostStore
+        self.transport: Transport
+        if self.shards is not None:
+            self.store, self.transport = self.shards, ShardGather(self.shards)
+        elif self.shared is not None:
+            self.store, self.transport = self.shared, NodeGather(self.shared)
+        else:
+            self.store = HostStore(device, pin=config.pin_memory)
+            self.transport = LocalCopy(self.streams, self.store)
         release_cached_memory(device)
         place_units(
             placement,
@@ -112,7 +119,7 @@ class BlockStore:
     @property
     def is_sharded(self) -> bool:
         """Blocks are gathered from several ranks, so that all ranks must materialise all blocks in one order."""
-        return self.shared is not None or self.shards is not None
+        return isinstance(self.transport, Gathers)
 
     @property
     def num_resident(self) -> int:
@@ -132,12 +139,10 @@ class BlockStore:
 
     def _make_runtime(self, *, num_low_slots: int = 0, before_overwrite: BeforeOverwrite | None = None) -> None:
         """Makes the runtime, with slots for the blocks that are streamed now."""
-        ranks_store = self.shards or self.shared
-        make: Any = Runtime if ranks_store is None else partial(ShardedRuntime, store=ranks_store)
-        self.runtime = make(
+        self.runtime = Runtime(
             self.placement.blocks,
-            self.streams,
-            num_slots=self._stream.device_slots,
+            self.transport,
+            num_slots=self._stream.device_slots if self.streams.overlaps else 1,
             num_low_slots=num_low_slots,
             before_overwrite=before_overwrite,
         )

@@ -9,13 +9,12 @@ wrong weights. So ranks compare their calls on the host, at the start of a pass 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.node import Node, explain_lost_rank
-from ds_zo.streaming.shared_store import RanksStore
 from ds_zo.streaming.units import PlacedParameter, Unit
 
 
@@ -34,13 +33,12 @@ class ParameterShard:
         return shard[self.at : self.at + self.numel * dtype.itemsize].view(dtype)
 
 
-class DeviceShards(RanksStore):
+class DeviceShards(HostStore):
     """This rank's shards of the blocks, on its device. See [Note: device shards]."""
 
-    reads_alone = False
-
     def __init__(self, node: Node) -> None:
-        super().__init__(node, node.device, pin=False)
+        super().__init__(node.device, pin=False)
+        self.device, self.node, self.partition = node.device, node, node.partition
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Returns a zeroed device buffer for a whole unit. `filled` replaces it by this rank's shard."""
@@ -50,18 +48,6 @@ class DeviceShards(RanksStore):
         shard = unit.store_buffer.chunk(self.partition.size)[self.partition.index].clone()
         unit.assign_buffers(shard, None, streamed=True, low_streamed=False, is_sharded=True)
         self.nbytes += shard.numel()
-
-    def own(self, buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
-        return buffer
-
-    def copy_up(self, target: torch.Tensor, unit: Unit, stored: torch.Tensor) -> int:
-        self.gather(target[: self.partition.padded_nbytes(unit.nbytes)], unit)
-        return self.partition.shard_nbytes(unit.nbytes) * (self.partition.size - 1)
-
-    def meet(self, order: Sequence[int]) -> None:
-        """Raises if ranks start passes at different blocks."""
-        first = next(iter(order), None)
-        self.node.check_same_call(-1 - (first or 0), f"start a pass at block {first}")
 
     def segments(self, unit: Unit) -> dict[int, list[ParameterShard]]:
         """The shards of each of the unit's parameters, in rank order, by the parameter's id."""

@@ -10,7 +10,8 @@ from contextlib import suppress
 import torch
 from deepspeed.utils import logger
 
-from ds_zo.streaming.pinned_ring import PinnedRing, attach_ring, close_ring, detach_ring, drop_ring, make_ring
+from ds_zo.streaming.pinned_ring import PinnedRing, make_ring
+from ds_zo.streaming.streams import DeferredRecord, Event, Stream
 from ds_zo.streaming.units import Unit
 
 PAGE = 4096
@@ -27,12 +28,14 @@ class HostStore:
     """
 
     def __init__(self, device: torch.device, *, pin: bool, ring: bool = True) -> None:
-        """`ring`: the buffers are uploaded with `pinned_ring.upload_`, so that a pinned ring can help."""
+        """`ring`: the buffers are uploaded with `upload`, so that a pinned ring can help."""
         self._device = device
         self._may_use_ring = ring
         self._pin = pin and device.type == "cuda"
         self._registered: list[torch.Tensor] = []
         self._ring: PinnedRing | None = None
+        self._pageable: set[int] = set()
+        """Addresses of the memory of buffers that are uploaded through the ring."""
         self.nbytes = 0
         self.pinned_nbytes = 0
         # Memory must be unregistered before it is freed: its next owner would otherwise get CUDA errors. Not needed at
@@ -53,8 +56,20 @@ class HostStore:
         if self._pin and self._register(buffer):
             self.pinned_nbytes += nbytes
         elif self._ring is not None:
-            attach_ring(buffer, self._ring)
+            self._pageable.add(_address(buffer))
         return buffer
+
+    def upload(self, target: torch.Tensor, source: torch.Tensor, filled: Event, *, stream: Stream) -> None:
+        """Copies one of the store's buffers, or a part of one, to `target` on `stream`, which is current. `filled` is
+        recorded after the copy, by the ring's thread if the copy goes through the ring."""
+        if self._ring is not None and _address(source) in self._pageable:
+            self._ring.upload(target, source, filled)
+            return
+        if isinstance(filled, DeferredRecord) and filled.upload is not None:
+            stream.wait(filled)  # an earlier upload to the same slot may still write to it
+            filled.upload = None
+        target.copy_(source, non_blocking=True)
+        stream.record(filled)
 
     def filled(self, unit: Unit) -> None:
         """Called when a unit's weights have been stored in its buffer."""
@@ -88,12 +103,12 @@ class HostStore:
             self._unregister(buffer)
             self.pinned_nbytes -= buffer.numel()
             if (ring := make_ring(self._device)) is not None:
-                attach_ring(buffer, ring)
+                self._pageable.add(_address(buffer))
             _clear_error(self._device)
         if ring is None:
             return False
         self._ring = ring
-        weakref.finalize(self, drop_ring, ring).atexit = False
+        weakref.finalize(self, ring.end).atexit = False
         return True
 
     @property
@@ -104,7 +119,8 @@ class HostStore:
     def free(self, buffer: torch.Tensor) -> None:
         """Unpins one buffer. Call it after the buffer's last copy has finished."""
         self.nbytes -= buffer.numel()
-        detach_ring(buffer)
+        if self._ring is not None:
+            self._pageable.discard(_address(buffer))
         if self._unregister(buffer):
             self.pinned_nbytes -= buffer.numel()
 
@@ -120,8 +136,12 @@ class HostStore:
         """Unpins all buffers and ends the ring. Call it after the last copy has finished."""
         _unregister(self._registered)
         if self._ring is not None:
-            close_ring(self._ring)
+            self._ring.close()
             self._ring = None
+
+
+def _address(buffer: torch.Tensor) -> int:
+    return buffer.untyped_storage().data_ptr()
 
 
 def _unregister(buffers: list[torch.Tensor]) -> None:

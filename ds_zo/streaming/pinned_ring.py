@@ -6,7 +6,7 @@ slices. One more thread then issues the copies from slices to the device, in ord
 slice is filled again when its copy to the device is done. Up to half of the slices are being filled at a time, while
 the others are on their way to the device.
 
-The thread that trains does not wait in `upload_`. The ring's thread records the slot's event `filled`, an
+The thread that trains does not wait in `upload`. The ring's thread records the slot's event `filled`, an
 `UploadEvent`, when it has issued the last copy. A wait for the event first waits, on the host, until then, and raises
 the error of a thread that failed. A download to pageable memory blocks the host until it is done, so a store's bytes do
 not change while they are copied to a slice.
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from ds_zo.streaming.streams import DONE, CudaStream, Stream
+from ds_zo.streaming.streams import DONE, CudaStream
 
 RING_NBYTES = 256 * 2**20
 """Pinned memory of a ring. A system that refuses it is asked for half as much, and so on."""
@@ -58,7 +58,7 @@ class DeviceSide:
 
     def record(self, event: Any) -> None:
         """Records `event` on the ring's stream."""
-        event.record_now(self._stream.raw)
+        self._stream.record(event)
 
     def synchronize(self) -> None:
         """Blocks until the ring's stream is idle."""
@@ -179,47 +179,3 @@ def _num_cores() -> int:
     on_machine = os.cpu_count() or 1
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else on_machine
     return bound if bound < on_machine else max(1, on_machine // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-_ring_of: dict[int, PinnedRing] = {}
-"""The ring of each pageable buffer, by the address of the buffer's memory."""
-
-
-def attach_ring(buffer: torch.Tensor, ring: PinnedRing) -> None:
-    """Makes uploads from `buffer` go through `ring`, until `detach_ring`."""
-    _ring_of[buffer.untyped_storage().data_ptr()] = ring
-
-
-def detach_ring(buffer: torch.Tensor) -> None:
-    _ring_of.pop(buffer.untyped_storage().data_ptr(), None)
-
-
-def close_ring(ring: PinnedRing) -> None:
-    """Detaches the ring from all buffers, and ends its threads."""
-    _detach_all(ring)
-    ring.close()
-
-
-def drop_ring(ring: PinnedRing) -> None:
-    """As `close_ring`, for the ring of an object that was collected: waits for no thread."""
-    _detach_all(ring)
-    ring.end()
-
-
-def _detach_all(ring: PinnedRing) -> None:
-    for address in [address for address, found in _ring_of.items() if found is ring]:
-        del _ring_of[address]
-
-
-def upload_(target: torch.Tensor, source: torch.Tensor, filled: Any, *, stream: Stream) -> None:
-    """Copies `source` to `target` on `stream`, which is current, through the ring of `source` if it has one. The caller
-    then records `filled` on that stream."""
-    ring = _ring_of.get(source.untyped_storage().data_ptr()) if _ring_of else None
-    if ring is not None:
-        ring.upload(target, source, filled)
-        return
-    if getattr(filled, "upload", None) is not None:
-        # An earlier upload to the same slot may still write to it.
-        stream.wait(filled)
-        filled.upload = None
-    target.copy_(source, non_blocking=True)

@@ -1,29 +1,24 @@
-"""The runtime executes schedules on four CUDA streams: uploads of blocks, uploads of low planes, compute, downloads.
+"""The runtime executes schedules as they stand, on the streams that it is given.
 
 The compute stream is the caller's current stream. Events named for the transfer that they guard order the streams. The
 methods of a pass never block the host. On a CPU device the same code runs in issue order.
-
-[Note: low planes are uploaded ahead] A fold applies a unit's pending updates to its stored weights. It needs the unit's
-low plane, whether the unit is streamed or resident. Low planes are uploaded in the order of the folds, each as soon as
-a low slot is free. A low slot becomes free when the fold before has used it. So a low plane may be uploaded up to a
-whole fold interval of blocks before its fold. Low planes have an upload stream of their own: an upload of a block may
-wait for its slot, and would hold up the low plane that the compute stream needs first. Outside a pass, as in an
-evaluation, a low plane is uploaded when its unit is used: the host issues these copies long before they are made.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 
-from ds_zo.streaming.pinned_ring import upload_
-from ds_zo.streaming.schedule import NUM_CHUNKS, Action, Kind, sweep
-from ds_zo.streaming.streams import DONE, Event, Stream, Streams
+from ds_zo.streaming.schedule import NO_SLOT, Action, Kind, sweep
+from ds_zo.streaming.slot import Slot
+from ds_zo.streaming.transport import Gathers, Transport
 from ds_zo.streaming.units import Unit
+
+_MOST_RECORDED = 10_000
 
 
 class BeforeOverwrite(Protocol):
@@ -31,139 +26,6 @@ class BeforeOverwrite(Protocol):
     assign the unit other buffers."""
 
     def __call__(self, unit: Unit, *, weights: bool, low: bool) -> None: ...
-
-
-class Slot:
-    """One buffer on the device and its events: `filled` when its upload is done, `drained` when the last kernel has
-    used it, `saved[i]` when chunk i of its download is done."""
-
-    def __init__(self, nbytes: int, streams: Streams) -> None:
-        self._nbytes = nbytes
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=streams.device)
-        self.filled = streams.upload_event()
-        self.drained = streams.compute.recorded()  # kernels on this stream may still use this memory
-        self.saved = [streams.event() for _ in range(NUM_CHUNKS)]
-        self.is_saving = False
-        """Whether a download of the slot may be under way that no upload has waited for. An upload of a smaller unit
-        does not wait for the last chunks."""
-        self.unit: Unit | None = None
-        """The unit whose bytes the slot holds, or will hold once its upload is done. None: no valid contents."""
-        self._version = -1
-        """Number of updates that the bytes include; -1 while unknown."""
-        self.in_use = False
-        """Of a low slot: kernels of a unit's current use read and change it."""
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def is_current(self) -> bool:
-        """Whether the slot holds, or will hold once its upload is done, the stored bytes of its unit. It does not once
-        updates have been applied in the slot and are not sent back."""
-        return self.unit is not None and self._version == self.unit.version
-
-    def chunks(self, nbytes: int) -> Iterator[tuple[slice, Event]]:
-        """The chunks that cover the first `nbytes`, and the events of their downloads. Chunk boundaries do not depend
-        on the unit."""
-        length = -(-self._nbytes // NUM_CHUNKS)
-        for i, saved in enumerate(self.saved):
-            if i * length < nbytes:
-                yield slice(i * length, min((i + 1) * length, nbytes)), saved
-
-    def take(self, unit: Unit) -> None:
-        """Assigns the slot to `unit`, before its upload. The contents are unknown until the whole upload is issued,
-        because issuing it may be interrupted."""
-        self.unit, self._version = unit, -1
-
-    def uploaded(self) -> None:
-        """The whole upload of the slot's unit was issued."""
-        assert self.unit is not None
-        self._version = self.unit.version
-
-    def updated(self, version: int) -> None:
-        """Updates were applied in the slot, which includes `version` of them."""
-        self._version = version
-
-    def expire(self) -> None:
-        """The contents are not used again. Copies from or to `unit` may still be under way."""
-        self._version = -1
-
-    def invalidate(self) -> None:
-        """Marks the slot's contents as different from any unit's `store_buffer`."""
-        self.unit, self._version = None, -1
-
-
-class LowSlots:
-    """The low slots of a runtime. A slot is in use, or filled ahead of its use (it holds its unit's stored low plane),
-    or free."""
-
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = list(slots)
-        """In the order in which they were last filled or freed."""
-        self._planned: deque[Unit] = deque()
-        """Units whose low planes are still to be uploaded, in the order of their folds."""
-
-    @property
-    def ahead(self) -> list[Unit]:
-        """The units whose low planes are filled ahead, in the order of their uploads."""
-        return [s.unit for s in self._slots if s.unit is not None and s.is_current and not s.in_use]
-
-    @property
-    def free_slot(self) -> Slot | None:
-        """The slot that has been free for longest."""
-        return next((s for s in self._slots if not (s.in_use or s.is_current)), None)
-
-    def plan(self, units: Sequence[Unit]) -> None:
-        """Plans the uploads for the coming folds, but for the units whose low planes are there."""
-        self._planned = deque(units)
-        for unit in self.ahead:
-            if unit in self._planned:
-                self._planned.remove(unit)
-
-    def next_planned(self) -> Unit | None:
-        """The unit whose low plane can be uploaded now, if there is one. A unit that folds twice has its second upload
-        after its first fold."""
-        if not self._planned or self.free_slot is None or self.slot_of(self._planned[0]) is not None:
-            return None
-        return self._planned[0]
-
-    def slot_of(self, unit: Unit) -> Slot | None:
-        """The slot with the unit's low plane, in use or filled ahead."""
-        return next((s for s in self._slots if s.unit is unit and (s.in_use or s.is_current)), None)
-
-    def take(self, unit: Unit) -> Slot:
-        """Returns a free slot for an upload of the unit's low plane. The caller has seen to it that there is one."""
-        if unit in self._planned:
-            self._planned.remove(unit)
-        slot = self.free_slot
-        assert slot is not None
-        self._move_to_end(slot)
-        return slot
-
-    def stop_using(self, unit: Unit) -> Slot | None:
-        """Ends the use of the unit's low slot, and returns the slot. None: it has none in use."""
-        slot = next((s for s in self._slots if s.unit is unit and s.in_use), None)
-        if slot is not None:
-            slot.in_use = False
-        return slot
-
-    def free(self, slot: Slot) -> None:
-        slot.in_use = False
-        slot.expire()
-        self._move_to_end(slot)
-
-    def reclaim(self, *, keep: Collection[Unit]) -> list[Slot]:
-        """Frees all slots but those filled ahead for the units in `keep`. Returns the slots that were in use: kernels
-        of interrupted uses may still read them."""
-        interrupted = [s for s in self._slots if s.in_use]
-        for slot in [s for s in self._slots if s.in_use or (s.is_current and s.unit not in keep)]:
-            self.free(slot)
-        return interrupted
-
-    def _move_to_end(self, slot: Slot) -> None:
-        self._slots.remove(slot)
-        self._slots.append(slot)
 
 
 class Runtime:
@@ -176,36 +38,45 @@ class Runtime:
     def __init__(
         self,
         units: Sequence[Unit],
-        streams: Streams,
+        transport: Transport,
         *,
         num_slots: int,
         num_low_slots: int,
         before_overwrite: BeforeOverwrite | None = None,
-        padded: Callable[[int], int] = int,
     ) -> None:
-        """`padded`: bytes of a slot that can hold a unit of so many bytes."""
         self.units = list(units)
+        self.transport, self.streams, self.device = transport, transport.streams, transport.streams.device
         self._before_overwrite = before_overwrite
-        self.device = streams.device
-        self.streams = streams
         self._number = {id(unit): i for i, unit in enumerate(self.units)}
-        streamed = [u for u in self.units if u.streamed]
-        low_nbytes = max((u.low_nbytes for u in self.units if u.low_streamed), default=0)
-        nbytes = max((u.nbytes for u in streamed), default=0)
-        nbytes, low_nbytes = padded(nbytes), padded(low_nbytes)
-        self.slots = [Slot(nbytes, streams) for _ in range(num_slots if streams.overlaps else 1) if streamed]
-        self.low_slots = [Slot(low_nbytes, streams) for _ in range(num_low_slots) if low_nbytes]
-        self._lows = LowSlots(self.low_slots)
-        self._low_upload = streams.low_upload
-        self._default_order = [i for i, unit in enumerate(self.units) if unit.streamed]
-        self._order: Sequence[int] = self._default_order
-        self._then: list[int] | None = None
+        self._streamed = {i for i, unit in enumerate(self.units) if unit.streamed}
+        nbytes = max((self.units[i].nbytes for i in self._streamed), default=0)
+        low_nbytes = max((unit.low_nbytes for unit in self.units if unit.low_streamed), default=0)
+        self.slots = [self._make_slot(nbytes) for _ in range(num_slots if self._streamed else 0)]
+        self.low_slots = [self._make_slot(low_nbytes) for _ in range(num_low_slots if low_nbytes else 0)]
+        self._default_order = list(range(len(self.units)))
+        self._order = self._default_order
+        self._then: Sequence[int] | None = None
+        self._lows_now: list[int] = []
+        self._lows_next: list[int] = []
+        """Blocks that fold in this pass and in the next, of those with a low plane on the host."""
         self._actions: deque[Action] = deque()
-        self.fold_skipped: Callable[[Unit, Slot], None] = lambda unit, slot: None
-        """Folds a unit that all ranks have gathered and that this rank's forward did not use."""
-        self.bytes_up = 0
-        self.bytes_down = 0
-        """Bytes that were uploaded and downloaded so far."""
+        self._is_stale = False
+        """The slots do not hold what `_actions` expects."""
+        self.executed: deque[Action] = deque(maxlen=_MOST_RECORDED)
+        """The last actions that were executed since the last pass began."""
+        self.is_collective = False
+        """Whether a collective pass is running."""
+        self._ahead: set[int] = set()
+        """The blocks that the last collective pass has gathered for the next one."""
+        self._next_ahead: set[int] = set()
+        self._fold: Callable[[Unit, Slot], None] | None = None
+        self._slots_agree = True
+        """Whether slots are known to hold what they must, whichever blocks each rank's forward has used."""
+
+    def _make_slot(self, nbytes: int) -> Slot:
+        return Slot(self.transport.slot_nbytes(nbytes), self.streams)
+
+    # A pass
 
     def start(
         self,
@@ -215,39 +86,78 @@ class Runtime:
         lows: Sequence[Unit] = (),
         then: Sequence[Unit] | None = None,
         collective: bool | None = None,
+        fold: Callable[[Unit, Slot], None] | None = None,
     ) -> None:
-        """Plans a pass over the streamed units of `order` and issues its first uploads.
+        """Plans a pass over the units of `order` and issues its first uploads.
 
         Units in `downloads` will be changed, and downloaded after their use. `lows` are the units that fold in this
         pass and then in the next, in the order of the folds: see [Note: low planes are uploaded ahead]. `then` are the
         units that the next pass starts with (None: the next pass starts like this one).
 
-        `collective` has no effect where weights are not sharded. If it is not None, all ranks make this pass. It then
-        tells whether another pass like it follows, whose first blocks are gathered at the end of this one.
+        `collective` has no effect where one rank stores whole units. If it is not None, all ranks make this pass
+        ([Note: one order of gathers]). It then tells whether another pass like it follows, whose first blocks are
+        gathered at the end of this one. `fold` folds a unit of `downloads` that this rank's forward did not use.
         """
-        self._order = [self._number[id(unit)] for unit in order if unit.streamed]
-        self._then = None if then is None else [self._number[id(unit)] for unit in then if unit.streamed]
-        lows = [unit for unit in lows if unit.low_streamed and self.streams.overlaps]
-        self._reclaim_low_slots(keep=lows)
-        self._lows.plan(lows)
-        self._plan(self._order, downloads={self._number[id(unit)] for unit in downloads})
-        self._issue_uploads()
-        self._upload_lows()
+        self._order = self._numbers(order)
+        self._then = None if then is None else self._numbers(then)
+        to_download = self._changed_on_host(downloads)
+        folding = self._numbers(unit for unit in lows if unit.low_streamed)
+        self._lows_now = [i for n, i in enumerate(folding) if i in to_download and i not in folding[:n]]
+        self._lows_next = [i for n, i in enumerate(folding) if i not in to_download or i in folding[:n]]
+        self._fold = fold
+        self.executed.clear()
+        if isinstance(self.transport, Gathers):
+            self._lows_next = []
+            if collective is None:
+                self._lows_now = []
+            else:
+                self._start_collective(self.transport, repeats=collective)
+        self._reclaim_low_slots(keep={*self._lows_now, *self._lows_next} if not self.is_collective else ())
+        self._plan(self._order, downloads=to_download)
+        self._advance()
 
-    def acquire(self, unit: Unit) -> Slot:
-        """Returns the slot that holds `unit`; the compute stream waits for its upload. A unit that is not next in the
-        plan (skipped, repeated or reordered blocks) is uploaded at once. The rest of the pass is then planned again."""
-        number = self._number[id(unit)]
-        self._issue_uploads()
-        if not self._actions or self._actions[0].block != number or self._actions[0].kind is not Kind.COMPUTE:
-            downloads = {action.block for action in self._actions if action.kind is Kind.DOWNLOAD}
-            rest = self._order[self._order.index(number) :] if number in self._order else [number]
-            self._plan(rest, downloads=downloads)
-            self._issue_uploads()
-        action = self._actions.popleft()
-        assert action.kind is Kind.COMPUTE and action.block == number
-        slot = self.slots[action.slot]
-        assert slot.unit is unit, f"slot {action.slot} should hold {unit.name}"
+    def _start_collective(self, transport: Gathers, *, repeats: bool) -> None:
+        """Brings this rank's slots into the state that all ranks plan with: they hold the blocks that the last
+        collective pass has gathered ahead. Must precede `meet`: after it, other ranks may write back the block that
+        this rank reads."""
+        ahead = self._ahead if repeats else set()
+        held = {i: slot for slot in self.slots if (i := self._held(slot)) is not None}
+        for slot in self.slots:  # a block that only this rank has kept would change the order of its gathers
+            if self._held(slot) not in ahead:
+                slot.invalidate()
+        for number in sorted(ahead - held.keys()):
+            transport.fetch(self.units[number], next(slot for slot in self.slots if slot.unit is None))
+        transport.meet([self.units[i] for i in self._order if i in self._streamed])
+        self._slots_agree = transport.reads_alone
+        self.is_collective = True
+        if repeats:
+            self._next_ahead = set(self._first_of_next())
+        else:
+            self._then, self._next_ahead = (), self._ahead
+
+    def acquire(self, unit: Unit) -> Slot | None:
+        """Returns the slot that holds `unit`; the compute stream waits for its upload. None for a unit on the device. A
+        streamed unit that is not next in the plan (skipped, repeated or reordered blocks) is uploaded at once. The rest
+        of the pass is then planned again, unless it is collective."""
+        if (number := self._number.get(id(unit))) is None:
+            return None
+        if not self.is_collective and not self._slots_agree:
+            self.invalidate_slots()
+            self._slots_agree = True
+        self._advance()
+        if not self._is_next(number):
+            if not unit.streamed:
+                return None
+            self._go_to(number)
+        if self._is_next(number):
+            action = self._pop()
+            if action.slot == NO_SLOT:
+                return None
+            slot = self.slots[action.slot]
+        else:
+            slot = self._slot_for(unit)
+        if self._held(slot) != number:  # only where this rank uses blocks that a collective pass does not plan
+            self.transport.fetch(unit, slot)
         self.streams.compute.wait(slot.filled)
         return slot
 
@@ -256,7 +166,11 @@ class Runtime:
         has uploaded it ahead."""
         if not unit.low_streamed:
             return unit.low_buffer
-        slot = self._lows.slot_of(unit) or self._upload_low(unit)
+        slot = next((s for s in self.low_slots if s.unit is unit and (s.in_use or s.is_current)), None)
+        if slot is None:
+            slot = self._free_low_slot()
+            self.transport.fetch(unit, slot, low=True)
+            self._is_stale = bool(self._actions) and not self.is_collective
         slot.in_use = True
         self.streams.compute.wait(slot.filled)
         return slot.buffer
@@ -271,29 +185,31 @@ class Runtime:
     def written(self, unit: Unit, slot: Slot | None) -> None:
         """Called when the last kernel that writes to the unit's slots has been issued. Issues the downloads; later
         kernels may still read the slots. A resident unit has no slot but may have a low plane to download."""
-        self._stop_using(unit, slot, download=True)
+        low = self._stop_using(unit, slot)
+        if self._before_overwrite is not None:
+            self._before_overwrite(unit, weights=slot is not None, low=low is not None)
+        self.transport.commit(unit, slot, low)
+        if low is not None:
+            low.expire()
+        planned = [a for a in self._actions if a.kind is Kind.DOWNLOAD and self.units[a.block] is unit]
+        for action in planned:
+            self._actions.remove(action)
+            self.executed.append(action)
+        while self._actions and self._actions[0].kind is Kind.LOW_UPLOAD and not self._is_stale:
+            self._execute()
 
-    def release(self, unit: Unit, slot: Slot | None, *, download: bool = False, keep_low: bool = False) -> None:
+    def release(self, unit: Unit, slot: Slot | None, *, download: bool = False) -> None:
         """Called when the last kernel that uses the unit's slots has been issued. Issues the uploads that waited for
-        the slot. `download`: kernels have changed the slot and `written` was not called. `keep_low`: a fold of this
-        pass will still use the low plane."""
-        self._stop_using(unit, slot, download=download, keep_low=keep_low)
-        if self._actions and self._actions[0].kind is Kind.DOWNLOAD:
-            self._actions.popleft()
+        the slot. `download`: kernels have changed the slot and `written` was not called."""
+        if download:
+            self.written(unit, slot)
+        else:
+            low = self._stop_using(unit, slot)
+            if low is not None and not self._folds_later(unit):
+                low.expire()
         if slot is not None and not slot.is_current:
             slot.invalidate()
-        self._issue_uploads()
-
-    def _stop_using(self, unit: Unit, slot: Slot | None, *, download: bool, keep_low: bool = False) -> None:
-        low = self._lows.stop_using(unit)
-        for used in (slot, low):
-            if used is not None:
-                self.streams.compute.record(used.drained)
-        if download:
-            self._download(unit, slot, low)
-        if low is not None and not keep_low:
-            self._lows.free(low)
-            self._upload_lows()
+        self._advance()
 
     @contextmanager
     def updating(self, unit: Unit) -> Iterator[torch.Tensor]:
@@ -314,15 +230,166 @@ class Runtime:
 
     def finish(self) -> None:
         """Ends a pass, complete or interrupted; uploads ahead follow the units' own order again. Slots stay valid where
-        they equal their unit's `store_buffer`."""
-        self._order = self._default_order
-        self._then = None
-        self._actions = deque()
+        they equal their unit's stored bytes. A collective pass first makes what is left of its copies."""
+        try:
+            if self.is_collective:
+                while self._actions:
+                    self._skip()
+                self._ahead = self._next_ahead
+        finally:
+            self.is_collective, self._fold = False, None
+            self._order, self._then = self._default_order, None
+            self._lows_now, self._lows_next = [], []
+            self._actions.clear()
+            self._is_stale = False
+            for slot in self.slots:
+                if not slot.is_current:
+                    slot.invalidate()
+            self._reclaim_low_slots(keep=self._default_order)
+
+    # The actions of a plan
+
+    def _numbers(self, units: Iterable[Unit]) -> list[int]:
+        return [self._number[id(unit)] for unit in units]
+
+    def _changed_on_host(self, units: Collection[Unit]) -> set[int]:
+        return {self._number[id(unit)] for unit in units if unit.streamed or unit.low_streamed}
+
+    def _held(self, slot: Slot) -> int | None:
+        """The block whose stored bytes the slot holds, or will hold once its upload is done."""
+        return self._number[id(slot.unit)] if slot.unit is not None and slot.is_current else None
+
+    def _first_of_next(self) -> list[int]:
+        """The streamed blocks that the next pass starts with, as many as there are slots."""
+        then = self._order if self._then is None else self._then
+        return [i for i in then if i in self._streamed][: len(self.slots)]
+
+    def _plan(self, order: Sequence[int], *, downloads: Collection[int]) -> None:
+        self._is_stale = False
+        self._actions = deque(
+            sweep(
+                order,
+                streamed=self._streamed,
+                num_slots=len(self.slots),
+                downloads=downloads,
+                loaded={number: i for i, slot in enumerate(self.slots) if (number := self._held(slot)) is not None},
+                then=self._first_of_next(),
+                lows=[*(i for i in self._lows_now if i in downloads), *self._lows_next],
+                low_slots=[i for i, slot in enumerate(self.low_slots) if not (slot.in_use or slot.is_current)],
+                loaded_lows={
+                    number: i
+                    for i, slot in enumerate(self.low_slots)
+                    if not slot.in_use and (number := self._held(slot)) is not None
+                },
+                gathers=self.is_collective,
+            )
+        )
+
+    def _plan_again(self, order: Sequence[int]) -> None:
+        """Plans the rest of the pass again, over `order`."""
+        self._plan(order, downloads={action.block for action in self._actions if action.kind is Kind.DOWNLOAD})
+
+    def _advance(self) -> None:
+        """Issues the copies up to the next computation. Downloads of units that were not changed are left out."""
+        if self._is_stale:
+            self._plan_again([action.block for action in self._actions if action.kind is Kind.COMPUTE])
+        while self._actions and (kind := self._actions[0].kind) is not Kind.COMPUTE:
+            if kind is Kind.DOWNLOAD:
+                self._actions.popleft()
+            else:
+                self._execute()
+
+    def _execute(self) -> None:
+        """Issues the copy that is next. An interrupted upload is issued again; a gather is not, because the other ranks
+        gather once."""
+        action = self._actions[0]
+        unit, is_low = self.units[action.block], action.kind.is_low
+        slot = (self.low_slots if is_low else self.slots)[action.slot]
+        if action.kind in (Kind.UPLOAD, Kind.LOW_UPLOAD):
+            self.transport.fetch(unit, slot, low=is_low)
+            self._pop()
+            return
+        assert isinstance(self.transport, Gathers)
+        self._pop()
+        self.transport.gather(unit, slot, low=is_low)
+
+    def _pop(self) -> Action:
+        action = self._actions.popleft()
+        self.executed.append(action)
+        return action
+
+    def _is_next(self, number: int) -> bool:
+        return bool(self._actions) and self._actions[0].block == number and self._actions[0].kind is Kind.COMPUTE
+
+    def _go_to(self, number: int) -> None:
+        """Makes the computation of a block the next action, although the plan has another one there. A collective pass
+        keeps its plan: the block may be none of the rest."""
+        if not self.is_collective:
+            self._plan_again(self._order[self._order.index(number) :] if number in self._order else [number])
+            self._advance()
+        elif any(action.block == number and action.kind is Kind.COMPUTE for action in self._actions):
+            while not self._is_next(number):
+                self._skip()
+
+    def _skip(self) -> None:
+        """Executes the next actions of a collective pass although this rank's forward does not use their block."""
+        if self._actions[0].kind is Kind.COMPUTE:
+            self._actions.popleft()
+        if self._actions and self._actions[0].kind is Kind.DOWNLOAD:
+            self._fold_early(self.slots[self._actions[0].slot])
+        self._advance()
+
+    def _slot_for(self, unit: Unit) -> Slot:
+        """A slot for a unit that the plan does not bring: one that holds it, or else the one whose block is used
+        last."""
         for slot in self.slots:
-            if not slot.is_current:
-                slot.invalidate()
-        self._lows.plan(())
-        self._reclaim_low_slots(keep=self._lows.ahead)
+            if slot.unit is unit and slot.is_current:
+                return slot
+        uses = [self.slots[action.slot] for action in self._actions if action.kind is Kind.COMPUTE]
+        slot = max(self.slots, key=lambda slot: uses.index(slot) if slot in uses else len(uses))
+        self._fold_early(slot)
+        return slot
+
+    def _fold_early(self, slot: Slot) -> None:
+        """Folds the slot's unit if the pass has still to do so. Until then its bytes in memory that ranks share cannot
+        be read: other ranks may be writing their folds."""
+        unit = slot.unit
+        if self._fold is not None and unit is not None and slot.is_current and self._folds_later(unit):
+            self.streams.compute.wait(slot.filled)
+            self._fold(unit, slot)
+
+    # Slots
+
+    def _stop_using(self, unit: Unit, slot: Slot | None) -> Slot | None:
+        """Records that the last kernels which use the unit's slots were issued. Returns the low slot that it uses."""
+        low = next((s for s in self.low_slots if s.unit is unit and s.in_use), None)
+        for used in (slot, low):
+            if used is not None:
+                self.streams.compute.record(used.drained)
+                used.in_use = False
+        return low
+
+    def _folds_later(self, unit: Unit) -> bool:
+        """Whether the pass has yet to fold the unit."""
+        number = self._number[id(unit)]
+        return any(action.block == number and action.kind is Kind.DOWNLOAD for action in self._actions)
+
+    def _free_low_slot(self) -> Slot:
+        """A low slot for an upload that was not planned: of those filled ahead, one is given up if none is free."""
+        if not any(not (slot.in_use or slot.is_current) for slot in self.low_slots):
+            ahead = [number for slot in self.low_slots if not slot.in_use and (number := self._held(slot)) is not None]
+            self._reclaim_low_slots(keep=ahead[:-1])
+        return next(slot for slot in self.low_slots if not (slot.in_use or slot.is_current))
+
+    def _reclaim_low_slots(self, *, keep: Collection[int]) -> None:
+        """Frees all low slots but those filled ahead for the blocks in `keep`. Kernels of an interrupted use may still
+        read their low slots: `drained` is recorded after them."""
+        for slot in self.low_slots:
+            if slot.in_use:
+                self.streams.compute.record(slot.drained)
+            if slot.in_use or self._held(slot) not in keep:
+                slot.in_use = False
+                slot.expire()
 
     def invalidate_slots(self) -> None:
         """Invalidates all slots, after store buffers were rewritten by other code. The compute stream waits for all
@@ -337,13 +404,12 @@ class Runtime:
         """Called before the host writes to `unit.store_buffer`. Blocks until the unit's last download is done, and
         invalidates the slots that hold the unit."""
         self.host_wait(unit)
-        held = [slot for slot in self._all_slots() if slot.unit is unit]
-        for slot in held:
-            slot.filled.synchronize()
-            slot.invalidate()
-        if held:
-            self._actions = deque()  # the next `acquire` plans again
-            self._reclaim_low_slots(keep=self._lows.ahead)
+        for slot in self._all_slots():
+            if slot.unit is unit:
+                slot.filled.synchronize()
+                slot.in_use = False
+                slot.invalidate()
+                self._is_stale = bool(self._actions) and not self.is_collective
 
     def free_buffers(self) -> None:
         """Frees the slots' buffers now. The runtime is part of a reference cycle, so its memory would otherwise stay
@@ -356,86 +422,28 @@ class Runtime:
 
     def host_wait(self, unit: Unit) -> None:
         """Blocks the host until the unit's last download is in `unit.store_buffer`. Not for use within a step."""
-        unit.written_back.synchronize()
+        self.transport.host_wait(unit)
 
     def wait_for_copies(self) -> None:
-        """Blocks the host until no copy is under way, before host or device memory is freed."""
+        """Waits until no copy is under way, before host or device memory is freed. Where blocks are gathered only the
+        current stream waits: a gather never ends if other ranks have exited."""
+        if isinstance(self.transport, Gathers):
+            self.invalidate_slots()
+            return
         for slot in self._all_slots():
             for event in (slot.filled, *slot.saved):
                 event.synchronize()
 
-    def _plan(self, order: Sequence[int], *, downloads: Collection[int]) -> None:
-        loaded = {
-            self._number[id(slot.unit)]: i
-            for i, slot in enumerate(self.slots)
-            if slot.unit is not None and slot.is_current
-        }
-        ahead = (self._order if self._then is None else self._then)[: len(self.slots)] if self.streams.overlaps else ()
-        self._actions = deque(
-            sweep(order, num_slots=len(self.slots), downloads=downloads, loaded=loaded, then=ahead)
-            if self.slots
-            else ()
-        )
+    @property
+    def bytes_up(self) -> int:
+        """Bytes that were uploaded so far."""
+        return self.transport.bytes_up
 
-    def _issue_uploads(self) -> None:
-        while self._actions and self._actions[0].kind is Kind.UPLOAD:
-            action = self._actions[0]
-            self._upload(action.block, self.slots[action.slot])
-            self._actions.popleft()  # only now: an interrupted upload is issued again
+    @property
+    def bytes_down(self) -> int:
+        return self.transport.bytes_down
 
-    def _upload(self, number: int, slot: Slot) -> None:
-        unit = self.units[number]
-        self._fill(slot, unit, unit.store_buffer, self.streams.upload)
-        self.bytes_up += unit.nbytes
-
-    def _upload_lows(self) -> None:
-        """Uploads as many of the next low planes as there are free low slots."""
-        while (unit := self._lows.next_planned()) is not None:
-            self._upload_low(unit)
-
-    def _upload_low(self, unit: Unit) -> Slot:
-        assert unit.low_buffer is not None
-        if self._lows.free_slot is None:  # reclaim those of interrupted uses, and the one filled last
-            self._reclaim_low_slots(keep=self._lows.ahead[:-1])
-        slot = self._lows.take(unit)
-        self._fill(slot, unit, unit.low_buffer, self._low_upload)
-        self.bytes_up += unit.low_nbytes
-        return slot
-
-    def _reclaim_low_slots(self, *, keep: Collection[Unit]) -> None:
-        """Frees all low slots but those filled ahead for the units in `keep`. Kernels of an interrupted use may still
-        read their low slots: `drained` is recorded after them."""
-        for slot in self._lows.reclaim(keep=keep):
-            self.streams.compute.record(slot.drained)
-
-    def _fill(self, slot: Slot, unit: Unit, source: torch.Tensor, stream: Stream) -> None:
-        for event in (slot.drained, unit.written_back):
-            stream.wait(event)
-        with stream.issuing():
-            slot.take(unit)
-            self._copy_up(slot, source, stream)
-        stream.record(slot.filled)
-        slot.uploaded()
-
-    def _copy_up(self, slot: Slot, source: torch.Tensor, stream: Stream) -> None:
-        """Copies `source` to the slot: chunk by chunk behind a download that may be under way, else in one copy."""
-        chunks = list(slot.chunks(source.numel())) if slot.is_saving else [(slice(source.numel()), DONE)]
-        for chunk, saved in chunks:
-            stream.wait(saved)
-            upload_(slot.buffer[chunk], source[chunk], slot.filled, stream=stream)
-        slot.is_saving &= len(chunks) < len(slot.saved)  # the last chunks of a larger unit are not awaited yet
-
-    def _download(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
-        if self._before_overwrite is not None:
-            self._before_overwrite(unit, weights=slot is not None, low=low is not None)
-        with self.streams.download.issuing():
-            for used, target in ((slot, unit.store_buffer), (low, unit.low_buffer)):
-                if used is None or target is None:
-                    continue
-                self.streams.download.wait(used.drained)
-                for chunk, saved in used.chunks(target.numel()):
-                    target[chunk].copy_(used.buffer[chunk], non_blocking=True)
-                    self.streams.download.record(saved)
-                used.is_saving = True
-                self.bytes_down += target.numel()
-        unit.folded(unit.version if slot is None else slot.version, stream=self.streams.download)
+    @property
+    def bytes_wire(self) -> int:
+        """Bytes that this rank has sent to other ranks so far."""
+        return self.transport.bytes_wire

@@ -13,45 +13,11 @@ from deepspeed.utils import logger
 from ds_zo.streaming.host_store import PAGE, HostStore
 from ds_zo.streaming.node import Node, SharedMemory, world_timeout
 from ds_zo.streaming.streams import Streams
-from ds_zo.streaming.units import Unit
 
 _POLL_S = 0.0005
 
 
-class RanksStore(HostStore):
-    """A store that several ranks share: each rank owns an equal shard of every buffer."""
-
-    reads_alone = True
-    """Whether a rank can read a whole unit by itself. Otherwise every upload is collective."""
-
-    def __init__(self, node: Node, device: torch.device, *, pin: bool) -> None:
-        super().__init__(device, pin=pin, ring=False)
-        self.node = node
-        self.partition = node.partition
-        self.device = device
-
-    def own(self, buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
-        """This rank's shard of a buffer that `take(nbytes)` returned."""
-        raise NotImplementedError
-
-    def copy_up(self, target: torch.Tensor, unit: Unit, stored: torch.Tensor) -> int:
-        """Copies all of a unit's `stored` buffer to `target` on the device. Returns the bytes that this rank sends to
-        other ranks for it."""
-        raise NotImplementedError
-
-    def meet(self, order: Sequence[int]) -> None:
-        """Called on the upload stream when all ranks start a pass over the units `order`."""
-        raise NotImplementedError
-
-    def mark_written_back(self, number: int) -> None:
-        """Records on the current stream that this rank has written back its shard of unit `number`."""
-
-    def wait(self, number: int) -> None:
-        """Blocks the host until every rank has written back its shard of unit `number` as often as this rank has issued
-        its own."""
-
-
-class SharedStore(RanksStore):
+class SharedStore(HostStore):
     """Buffers in shared memory: every rank can read all of a buffer; each rank pins and writes back its own shard.
 
     All ranks call `take` in the same order. Each rank counts its write-backs of a unit in shared memory. From the
@@ -59,7 +25,8 @@ class SharedStore(RanksStore):
     """
 
     def __init__(self, node: Node, memory: SharedMemory, *, num_units: int, device: torch.device, pin: bool) -> None:
-        super().__init__(node, device, pin=pin)
+        super().__init__(device, pin=pin, ring=False)
+        self.node, self.partition = node, node.partition
         self._memory = memory
         self._timeout_s = world_timeout(device).total_seconds()
         header = _pages(8 * num_units * node.size)
@@ -112,20 +79,9 @@ class SharedStore(RanksStore):
             self.node.barrier()  # otherwise a late rank would zero values that another rank has stored
         return buffer
 
-    def own(self, buffer: torch.Tensor, nbytes: int) -> torch.Tensor:
-        return buffer[self.partition.shard(nbytes)]
-
     def writes(self, number: int) -> bool:
         """Whether this rank is the one that stores the values of unit `number` when one rank stores them for all."""
         return number % self.partition.size == self.partition.index
-
-    def copy_up(self, target: torch.Tensor, unit: Unit, stored: torch.Tensor) -> int:
-        self.copy_whole(target[: stored.numel()], stored)
-        return 0
-
-    def meet(self, order: Sequence[int]) -> None:
-        """A barrier on the current stream."""
-        self.node.stream_barrier()
 
     def copy_whole(self, target: torch.Tensor, buffer: torch.Tensor) -> None:
         """Copies a whole buffer to the device, by this rank alone. CUDA cannot copy in one call from memory that is
@@ -147,12 +103,15 @@ class SharedStore(RanksStore):
         return False
 
     def mark_written_back(self, number: int) -> None:
+        """Records on the current stream that this rank has written back its shard of unit `number`."""
         self._num_requested[number] += 1
         mark = self._marks[number : number + 1]
         mark.fill_(self._num_requested[number])
         self._num_written_back[number, self.partition.index : self.partition.index + 1].copy_(mark, non_blocking=True)
 
     def wait(self, number: int) -> None:
+        """Blocks the host until every rank has written back its shard of unit `number` as often as this rank has issued
+        its own."""
         deadline = time.monotonic() + self._timeout_s
         while int(self._num_written_back[number].min()) < self._num_requested[number]:
             if time.monotonic() > deadline:

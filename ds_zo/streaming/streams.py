@@ -137,17 +137,10 @@ class InlineStreams(Streams):
 
 
 class DeferredRecord:
-    """For an event class: a record that a ring's thread makes later. See [Note: pinned ring]."""
+    """For an event class: a ring's thread may record the event later. See [Note: pinned ring]."""
 
     upload: Future[None] | None = None
-    """The last upload through a ring that records this event; None if none does."""
-
-    def record(self, stream: Any = None) -> None:
-        if self.upload is None:
-            self.record_now(stream)
-
-    def record_now(self, stream: Any) -> None:
-        super().record(stream)  # type: ignore[misc]
+    """The last upload through a ring, whose thread records this event; None if there is none."""
 
     def wait(self, stream: Any = None) -> None:
         self._join()

@@ -30,7 +30,7 @@ RUNS: dict[str, tuple[dict[str, Any], set[str]]] = {
         streamed("ZO", lr=1e-3, stream={"resident_blocks": 1, "writeback_interval": 1}, bf16={"enabled": True}),
         {
             *("_replay_pending", "_apply", "append", "step", "_take_model_step"),
-            *("acquire_low", "written", "_download", "_upload_lows", "_upload_low"),
+            *("acquire_low", "written", "commit", "_execute", "fetch", "_stop_using"),
         },
     ),
     "lomo": (config_for("LOMO"), {"backward", "_record_outcome", "_update", "_consume", "step", "_take_model_step"}),

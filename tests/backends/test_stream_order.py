@@ -29,12 +29,13 @@ from tests.helpers.stream_clocks import (
     Clock,
     ClockedAdam,
     ClockedStreams,
+    OneRank,
+    OneRankRuntime,
     Races,
     buffers_of,
     buffers_of_groups,
     clocked,
     in_thread,
-    one_rank_runtime,
 )
 from tests.helpers.weights import assert_equal, parameters_of
 from tests.helpers.zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
@@ -69,7 +70,8 @@ def clocks() -> Iterator[None]:
 @pytest.fixture
 def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks come as they do where ranks keep them together."""
-    monkeypatch.setattr(block_store, "Runtime", one_rank_runtime)
+    monkeypatch.setattr(block_store, "LocalCopy", OneRank)
+    monkeypatch.setattr(block_store, "Runtime", OneRankRuntime)
     buffers = zo_store.ZOBuffers
     monkeypatch.setattr(zo_store, "ZOBuffers", lambda **settings: buffers(**{**settings, "shared": True}))
 

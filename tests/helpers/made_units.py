@@ -8,6 +8,9 @@ import torch
 from torch import nn
 
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.streams import InlineStreams, Streams
+from ds_zo.streaming.transport import LocalCopy
 from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
 
@@ -28,3 +31,11 @@ def make_units(
         if low is not None:
             lows.append(low.fill_(i))
     return units, lows
+
+
+def make_runtime(
+    units: Sequence[Unit], *, num_slots: int = 2, num_low_slots: int = 1, streams: Streams | None = None
+) -> Runtime:
+    streams = streams or InlineStreams(torch.device("cpu"))
+    transport = LocalCopy(streams, HostStore(streams.device, pin=False))
+    return Runtime(units, transport, num_slots=num_slots, num_low_slots=num_low_slots)

@@ -8,7 +8,7 @@ have clocks too, and learn from one another only where one hands something over.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -22,11 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_zo import ops
 from ds_zo.backends.lsp.groups import LSPGroups
 from ds_zo.backends.lsp.scheduler import Job, ServiceOrder
+from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.node import RankPartition
 from ds_zo.streaming.runtime import Runtime
-from ds_zo.streaming.sharded import ShardedRuntime
-from ds_zo.streaming.shared_store import SharedStore
+from ds_zo.streaming.slot import Slot
 from ds_zo.streaming.streams import InlineStream, Stream, Streams, made_by
+from ds_zo.streaming.transport import Gathers
 from ds_zo.streaming.units import Unit
 
 _LOOKS_ONLY = ("view", "slice", "detach", "alias", "empty", "expand", "strided", "reshape", "transpose", "select")
@@ -189,33 +190,34 @@ class _Gathering:
         _streams[-1].wait(self._done)
 
 
-class _OneRank(SharedStore):
-    """A store that is shared with nobody: its only shard is all of it, but comes by the same way."""
+class OneRank(Gathers):
+    """Gathers from one rank alone: its only shard is the whole unit, but comes as shards do."""
 
-    runtime: ShardedRuntime
+    def __init__(self, streams: Streams, store: HostStore) -> None:
+        node: Any = SimpleNamespace(
+            streams=streams, partition=RankPartition(0, 1), gather=lambda buffer: [_Gathering(buffer)]
+        )
+        super().__init__(node)
+        self.in_pass = False
 
-    def __init__(self) -> None:
-        self.partition = RankPartition(0, 1)
-        self.node: Any = SimpleNamespace(stream_barrier=lambda: None, gather=lambda buffer: [_Gathering(buffer)])
+    def _own(self, unit: Unit, *, low: bool) -> torch.Tensor:
+        buffer = unit.low_buffer if low else unit.store_buffer
+        assert buffer is not None
+        return buffer
 
-    def mark_written_back(self, number: int) -> None:
-        pass
+    def _read_whole(self, unit: Unit, slot: Slot, *, low: bool) -> None:
+        assert not (low and self.in_pass), "other ranks may be writing it back: it is gathered with them"
+        own = self._own(unit, low=low)
+        slot.buffer[: own.numel()].copy_(own)
 
-    def wait(self, number: int) -> None:
-        pass
-
-    def copy_up(self, target: torch.Tensor, unit: Unit, stored: torch.Tensor) -> int:
-        alone = self.runtime.is_collective and stored is unit.low_buffer
-        assert not alone, "other ranks may be writing it back: it is gathered with them"
-        target[: stored.numel()].copy_(stored)
-        return 0
+    def _meet(self, order: Sequence[Unit]) -> None:
+        self.in_pass = True
 
 
-def one_rank_runtime(*args: Any, **settings: Any) -> ShardedRuntime:
-    """A runtime that gathers from one rank alone."""
-    store = _OneRank()
-    store.runtime = ShardedRuntime(*args, store=store, **settings)
-    return store.runtime
+class OneRankRuntime(Runtime):
+    def finish(self) -> None:
+        super().finish()
+        self.transport.in_pass = False  # type: ignore[attr-defined]
 
 
 class ClockedAdam:

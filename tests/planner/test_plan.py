@@ -16,7 +16,7 @@ import transformers
 from ds_zo import planner
 from ds_zo.config.resolve import resolve
 from ds_zo.config.section import StreamConfig
-from ds_zo.planner import Limits, Plan, Rates, contenders, load_rates, plan, pricing, render, scale
+from ds_zo.planner import Limits, Plan, Rates, contenders, load_rates, plan, render, scale
 from ds_zo.planner.lomo import estimate_lomo
 from ds_zo.planner.lsp import lsp_step_s
 from ds_zo.planner.models import Dtype
@@ -24,8 +24,6 @@ from ds_zo.planner.stock import FullBucket, full_buckets, zero_step_s
 from ds_zo.planner.timeline import Gradient
 from ds_zo.planner.zo import estimate_zo
 from ds_zo.streaming.budget import MARGIN_NBYTES
-from ds_zo.streaming.schedule import Kind, sweep
-from tests.helpers.schedule_check import validate
 from tests.planner.planned_models import planned
 
 
@@ -163,17 +161,6 @@ def test_low_rank_memory_is_table_2(tiny_plan: Plan) -> None:
         elements = sum(count(m, n) for m, n in model.matrices) * 16
         parts = tiny_plan[method].device
         assert parts["projectors"] // 2 + parts["states"] // 4 == elements
-
-
-def test_the_priced_pass_is_the_runtimes_with_residents_between() -> None:
-    actions, loaded = pricing.pass_over(range(5), streamed={0, 2, 3}, num_slots=2, downloads={2}, then=range(5))
-    runtimes = sweep([0, 2, 3], num_slots=2, downloads={2}, then=[0, 2])
-    assert [a for a in actions if a.slot >= 0] == runtimes
-    assert [a.block for a in actions if a.kind is Kind.COMPUTE] == [0, 1, 2, 3, 4]
-    assert set(loaded) == {0, 2}
-    following, _ = pricing.pass_over(range(5), streamed={0, 2, 3}, num_slots=2, loaded=loaded, then=range(5))
-    assert all(a.block != 0 for a in following[:1] if a.kind is Kind.UPLOAD)
-    validate([a for a in actions if a.slot >= 0], num_slots=2)
 
 
 def test_a_slow_link_makes_streaming_slow_and_residency_worth_it() -> None:

@@ -10,14 +10,12 @@ import pytest
 import ds_zo  # noqa: F401
 from ds_zo.config.optimizers import LSPParams, ZOParams
 from ds_zo.config.section import StreamConfig
-from ds_zo.planner import Estimate, Limits, pricing
+from ds_zo.planner import Estimate, Limits
 from ds_zo.planner.adapter import estimate_adapter
 from ds_zo.planner.estimate import PROCESS_NBYTES
 from ds_zo.planner.lomo import estimate_adalomo, estimate_lomo
 from ds_zo.planner.lsp import estimate_lsp
 from ds_zo.planner.zo import estimate_zo
-from ds_zo.streaming.runtime import Runtime, Slot
-from ds_zo.streaming.units import Unit
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 from tests.planner.planned_models import planned
 
@@ -84,76 +82,6 @@ def zo_plan(name: str, *, offload: bool = True, num_directions: int = 1, **strea
     model = planned(name, dtype="bf16")
     params = ZOParams(num_directions=num_directions)
     return estimate_zo(model, Limits(), stream=StreamConfig(**stream), params=params, offload=offload)
-
-
-class Issued:
-    """What runtimes issue: uploads (H) and downloads (D) of blocks, and their uses (C)."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._actions: list[str] = []
-        upload, acquire, download = Runtime._upload, Runtime.acquire, Runtime._download
-
-        def note_upload(runtime: Runtime, number: int, slot: Slot) -> None:
-            self._actions.append(f"{number}H")
-            upload(runtime, number, slot)
-
-        def note_use(runtime: Runtime, unit: Unit) -> Slot:
-            slot = acquire(runtime, unit)
-            self._actions.append(f"{runtime.units.index(unit)}C")
-            return slot
-
-        def note_download(runtime: Runtime, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
-            self._actions.append(f"{runtime.units.index(unit)}D")
-            download(runtime, unit, slot, low)
-
-        monkeypatch.setattr(Runtime, "_upload", note_upload)
-        monkeypatch.setattr(Runtime, "acquire", note_use)
-        monkeypatch.setattr(Runtime, "_download", note_download)
-
-    def take(self) -> str:
-        taken, self._actions = " ".join(self._actions), []
-        return taken
-
-
-@pytest.mark.parametrize(("kind", "num_resident"), [("ZO", 0), ("ZO", 3), ("LOMO", 3), ("LSP", 0)])
-def test_a_step_issues_the_actions_that_its_plan_prices(
-    kind: str, num_resident: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the same order. A plan prices as many steps of ZO as every block needs for its fold, here three."""
-    priced: list[Any] = []
-    seconds = pricing.seconds
-
-    def note(actions: Any, seconds_of: Any) -> float:
-        priced[:] = actions
-        return seconds(actions, seconds_of)
-
-    monkeypatch.setattr(pricing, "seconds", note)
-    stream: dict[str, Any] = {"resident_blocks": num_resident} | ({"writeback_interval": 3} if kind == "ZO" else {})
-    params = {"subspace_dim": 8, "nonzeros_per_row": 2, "projector": "random"} if kind == "LSP" else {}
-    arguments: dict[str, Any] = {"stream": StreamConfig(**stream), "offload": True}
-    model = planned("llama", **DEEP)
-    if kind == "ZO":
-        estimate_zo(model, Limits(), params=ZOParams(), **arguments)
-    elif kind == "LOMO":
-        estimate_lomo(model, Limits(), **arguments)
-    else:
-        estimate_lsp(model, Limits(), params=LSPParams(**params), **arguments)
-    json = streams(stream)
-    if kind == "LSP":
-        json["zero_optimization"]["offload_optimizer"] = OFFLOADED
-    engine = start("llama", kind, params, shape=DEEP, **json)
-    issued = Issued(monkeypatch)
-    num_steps = 3 if kind == "ZO" else 1
-    for step in range(3):  # up to a step in which the priced ones begin: slots hold blocks of the step before
-        one_step(engine, seed=step)
-    issued.take()
-    for step in range(3, 3 + num_steps):
-        one_step(engine, seed=step)
-    num_blocks = DEEP["num_hidden_layers"]
-    expected = " ".join(f"{a.block % num_blocks}{a.kind.value}" for a in priced if a.slot >= 0)
-    assert expected.count("D") == (num_blocks - num_resident)
-    assert issued.take() == expected
-    engine.destroy()
 
 
 @pytest.mark.parametrize(

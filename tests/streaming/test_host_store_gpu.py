@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.pinned_ring import upload_
-from ds_zo.streaming.runtime import Slot
+from ds_zo.streaming.slot import Slot
 from ds_zo.streaming.streams import CudaStreams
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 
@@ -60,8 +59,7 @@ def test_uploads_through_the_ring_have_the_right_bytes_while_kernels_read_the_sl
         slot = slots[i % 2]
         streams.upload.wait(slot.drained)
         with streams.upload.issuing():
-            upload_(slot.buffer, sources[i % 4], slot.filled, stream=streams.upload)
-        streams.upload.record(slot.filled)
+            store.upload(slot.buffer, sources[i % 4], slot.filled, stream=streams.upload)
         streams.compute.wait(slot.filled)
         sums.append(slot.buffer.sum())
         streams.compute.record(slot.drained)

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_zo.streaming.runtime import Runtime
-from ds_zo.streaming.streams import Event, InlineEvent, InlineStream, InlineStreams, Stream, Streams
+from ds_zo.streaming.streams import Event, InlineEvent, InlineStream, Stream, Streams
 from ds_zo.streaming.units import Unit
-from tests.helpers.made_units import make_units
+from tests.helpers.made_units import make_runtime, make_units
 
 CPU = torch.device("cpu")
 NUMEL = 1024
@@ -88,7 +87,7 @@ def test_folds_wait_for_no_low_plane(streamed: tuple[int, ...], num_low_slots: i
     units, _ = made(12, streamed=streamed)
     streams = TimedStreams()
     computing = streams.computing
-    runtime = Runtime(units, streams, num_slots=2, num_low_slots=num_low_slots)
+    runtime = make_runtime(units, streams=streams, num_low_slots=num_low_slots)
     seconds = []
     with Copying(streams, nbytes=units[0].nbytes):
         for step in range(4 * interval):
@@ -96,7 +95,7 @@ def test_folds_wait_for_no_low_plane(streamed: tuple[int, ...], num_low_slots: i
             now, then = folding(units, step, interval), folding(units, step + 1, interval)
             runtime.start(units, downloads=now, lows=[*now, *then])
             for unit in units:
-                slot = runtime.acquire(unit) if unit.streamed else None
+                slot = runtime.acquire(unit)
                 if unit in now:
                     runtime.acquire_low(unit)
                     runtime.written(unit, slot)
@@ -114,7 +113,7 @@ def test_folds_wait_for_no_low_plane(streamed: tuple[int, ...], num_low_slots: i
 def test_the_low_planes_of_the_next_folds_are_on_their_way(num_low_slots: int) -> None:
     """Those of the pass after this one too, and none comes twice."""
     units, lows = made(8, streamed=(1, 6))
-    runtime = Runtime(units, InlineStreams(CPU), num_slots=2, num_low_slots=num_low_slots)
+    runtime = make_runtime(units, num_low_slots=num_low_slots)
     folded: list[int] = []
 
     def ahead() -> set[int]:
@@ -125,7 +124,7 @@ def test_the_low_planes_of_the_next_folds_are_on_their_way(num_low_slots: int) -
         due = [u.index for u in (*now, *then)]
         runtime.start(units, downloads=now, lows=[*now, *then])
         for unit in units:
-            slot = runtime.acquire(unit) if unit.streamed else None
+            slot = runtime.acquire(unit)
             if unit in now:
                 assert ahead() == set(due[:num_low_slots]), "before their visits"
                 low = runtime.acquire_low(unit)
@@ -146,7 +145,7 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
     rewritten: the bytes are right, and no slot is lost."""
     rng = random.Random(num_low_slots)
     units, planes = made(6, streamed=(0, 2, 3))
-    runtime = Runtime(units, InlineStreams(CPU), num_slots=2, num_low_slots=num_low_slots)
+    runtime = make_runtime(units, num_low_slots=num_low_slots)
     value = [u.index for u in units]
     num_folds = 0
     interrupted: set[int] = set()
@@ -157,7 +156,7 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
             guessed = [u for u in units if rng.random() < 0.3]
             runtime.start(units, downloads=due, lows=[*(u for u in due if rng.random() < 0.9), *guessed])
         for unit in rng.choice([units, units[::-1], rng.sample(units, 4)]):
-            slot = runtime.acquire(unit) if unit.streamed else None
+            slot = runtime.acquire(unit)
             folds = in_pass and unit in due
             if folds or rng.random() < 0.3:
                 low = runtime.acquire_low(unit)
@@ -178,7 +177,7 @@ def test_whatever_is_visited_folds_its_own_low_plane(num_low_slots: int) -> None
                 elif rng.random() < 0.2:
                     interrupted.add(unit.index)
                     break
-            runtime.release(unit, slot, keep_low=rng.random() < 0.2)
+            runtime.release(unit, slot)
             interrupted.discard(unit.index)
         if in_pass:
             runtime.finish()

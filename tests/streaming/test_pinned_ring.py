@@ -13,15 +13,8 @@ import pytest
 import torch
 
 from ds_zo.streaming import pinned_ring
-from ds_zo.streaming.pinned_ring import (
-    DeviceSide,
-    PinnedRing,
-    attach_ring,
-    close_ring,
-    detach_ring,
-    drop_ring,
-    upload_,
-)
+from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.pinned_ring import DeviceSide, PinnedRing
 from ds_zo.streaming.streams import DeferredRecord, InlineStream
 
 
@@ -89,7 +82,7 @@ class LateDevice(DeviceSide):
         return event
 
     def record(self, event: UploadEvent) -> None:
-        event.record_now(self)
+        event.record(self)
 
     def synchronize(self) -> None:
         event = LateEvent()
@@ -135,17 +128,14 @@ def test_bytes_arrive_whatever_the_sizes(seed: int, device: LateDevice, monkeypa
     targets = [torch.full((n,), 255, dtype=torch.uint8) for n in sizes]
     events = [UploadEvent() for _ in sizes]
     for source, target, event in zip(sources, targets, events, strict=True):
-        attach_ring(source, ring)
-        upload_(target, source, event, stream=InlineStream())
-        event.record(device)  # as a runtime does at once; the ring records it when the copies are issued
+        ring.upload(target, source, event)
     for i in draw.sample(range(len(sizes)), len(sizes)):
         events[i].synchronize()
         assert events[i].query()
         assert torch.equal(targets[i], sources[i]), i
     lengths = [min(slice_nbytes, n - at) for n in sizes for at in range(0, n, slice_nbytes)]
     assert device.sent == lengths, "in the order of the uploads, and in that of the bytes"
-    close_ring(ring)
-    assert not pinned_ring._ring_of
+    ring.close()
 
 
 def test_an_upload_waits_for_what_its_stream_had_before(device: LateDevice) -> None:
@@ -182,15 +172,22 @@ def test_an_error_of_a_copier_reaches_who_waits(device: LateDevice, monkeypatch:
 
 
 def test_memory_without_a_ring_is_copied_at_once(device: LateDevice) -> None:
-    ring = ring_of(device, num_slices=2, slice_nbytes=8)
+    """Also to a slot whose last upload went through a ring: the copy waits for that one."""
+    ring, store = ring_of(device, num_slices=2, slice_nbytes=8), HostStore(torch.device("cpu"), pin=False)
     source, target, event = random_bytes(20, 0), torch.zeros(20, dtype=torch.uint8), UploadEvent()
-    attach_ring(source, ring)
-    detach_ring(source)
-    upload_(target, source, event, stream=InlineStream())
-    assert event.upload is None
-    assert torch.equal(target, source)
-    upload_(target, random_bytes(20, 1), None, stream=InlineStream())
-    assert torch.equal(target, random_bytes(20, 1))
+    ring.upload(target, source, event)
+    later = store.take(20).copy_(random_bytes(20, 1))
+    waited: list[object] = []
+
+    class Waiting(InlineStream):
+        def wait(self, event: Any) -> None:
+            waited.append(event)
+            event.synchronize()
+
+    for _ in range(2):
+        store.upload(target, later, event, stream=Waiting())
+        assert waited == [event] and event.upload is None
+        assert torch.equal(target, later)
     ring.close()
 
 
@@ -201,7 +198,7 @@ def test_a_garbage_collector_may_drop_a_ring_on_its_own_threads(
     plain = pinned_ring._copy
 
     def collecting(target: torch.Tensor, source: torch.Tensor) -> None:
-        drop_ring(ring)
+        ring.end()
         plain(target, source)
 
     monkeypatch.setattr(pinned_ring, "_copy", collecting)

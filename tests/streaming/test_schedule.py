@@ -5,18 +5,25 @@ from __future__ import annotations
 import random
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
 
-from ds_zo.streaming.schedule import NUM_CHUNKS, Action, Kind, Timeline, price, sweep
+from ds_zo.streaming import schedule
+from ds_zo.streaming.schedule import NO_SLOT, NUM_CHUNKS, Action, Kind, Timeline, price
 from tests.helpers.schedule_check import validate
 
 
+def sweep(order: Sequence[int], *, streamed: Collection[int] = range(99), **options: Any) -> list[Action]:
+    return schedule.sweep(order, streamed=streamed, **options)
+
+
 def read(text: str) -> list[Action]:
-    found = re.findall(r"(\d+)([HCD])(\d+)", text)
-    return [Action(int(block), Kind(kind), int(slot)) for block, kind, slot in found]
+    found = re.findall(r"(\d+)([HLGgCD])(\d*)(?:\+(\d+))?", text)
+    return [
+        Action(int(block), Kind(kind), int(slot or NO_SLOT), int(low or NO_SLOT)) for block, kind, slot, low in found
+    ]
 
 
 def written(actions: Sequence[Action]) -> str:
@@ -36,12 +43,48 @@ def written(actions: Sequence[Action]) -> str:
         ([0, 1, 2], {"num_slots": 2, "loaded": {2: 0}}, "0H0 1H1 0C0 2H0 1C1 2C0"),
         ([0, 0, 1], {"num_slots": 1}, "0H0 0C0 0H0 0C0 1H0 1C0"),
         ([0, 1, 0, 1], {"num_slots": 2}, "0H0 1H1 0C0 0H0 1C1 1H1 0C0 1C1"),
+        ([0, 0, 1], {"num_slots": 2, "downloads": {0}}, "0H0 0C0 0H1 1H0 0C1 0D1 1C0"),
         ([5], {"num_slots": 4}, "5H0 5C0"),
         ([], {"num_slots": 2}, ""),
+        ([0, 1, 2, 3], {"streamed": {1, 3}, "num_slots": 1, "then": [0, 1]}, "1H0 0C 1C0 3H0 2C 3C0 1H0"),
     ],
 )
 def test_a_sweep_reads_as_expected(order: list[int], options: dict[str, Any], expected: str) -> None:
     assert written(sweep(order, **options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"lows": [1, 3]}, "1H0 1L0 0C 1C0+0 1D0+0 3L0 3H0 2C 3C0+0 3D0+0 1H0"),
+        ({"lows": [0, 2], "downloads": {0, 2}}, "1H0 0L0 0C+0 0D+0 2L0 1C0 3H0 2C+0 2D+0 3C0 1H0"),
+        ({"lows": [1, 2], "downloads": {1}}, "1H0 1L0 0C 1C0+0 1D0+0 2L0 3H0 2C 3C0 1H0"),
+        ({"lows": [1, 1], "downloads": {1}}, "1H0 1L0 0C 1C0+0 1D0+0 1L0 3H0 2C 3C0 1H0"),
+        ({"lows": [1, 3], "low_slots": [0, 1]}, "1H0 1L0 3L1 0C 1C0+0 1D0+0 3H0 2C 3C0+1 3D0+1 1H0"),
+        ({"lows": [1, 3], "low_slots": [], "loaded_lows": {1: 0}}, "1H0 0C 1C0+0 1D0+0 3L0 3H0 2C 3C0+0 3D0+0 1H0"),
+    ],
+)
+def test_low_planes_come_in_the_order_of_the_folds(options: dict[str, Any], expected: str) -> None:
+    """Blocks 0 and 2 are on the device, with low planes on the host."""
+    options = {"downloads": {1, 3}, "low_slots": [0], **options}
+    assert written(sweep([0, 1, 2, 3], streamed={1, 3}, num_slots=1, then=[0, 1], **options)) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "0G0 1G1 0C0 2G0 1C1 0G1 2C0 1G0"),
+        ({"loaded": {0: 0, 1: 1}}, "0C0 2G0 1C1 0G1 2C0 1G0"),
+        ({"downloads": {1}, "lows": [1]}, "0G0 1G1 1g0 0C0 2G0 1C1+0 1D1+0 0G1 2C0 1G0"),
+        (
+            {"downloads": {0}, "lows": [0], "loaded": {0: 0}},
+            "0g0 1G1 0C0+0 0D0+0 2G0 1C1 0G1 2C0 1G0",
+        ),
+    ],
+)
+def test_a_collective_pass_gathers_each_block_once(options: dict[str, Any], expected: str) -> None:
+    options = {"gathers": True, "low_slots": [0, 1], **options}
+    assert written(sweep([0, 1, 2], num_slots=2, then=[0, 1], **options)) == expected
 
 
 def runs_to_its_end(actions: Sequence[Action], *, loaded: dict[int, int]) -> bool:
@@ -152,7 +195,7 @@ def test_two_slots_cost_nothing_where_nothing_is_sent_back() -> None:
 def test_one_slot_prices_the_schedule_without_overlap() -> None:
     timeline = price(sweep(range(5), num_slots=1, downloads=range(5)), seconds=dict.fromkeys(Kind, 1.0))
     assert timeline.total_s == 15.0
-    assert timeline.busy_s == dict.fromkeys(Kind, 5.0)
+    assert timeline.busy_s == dict.fromkeys(Kind, 0.0) | dict.fromkeys((Kind.UPLOAD, Kind.COMPUTE, Kind.DOWNLOAD), 5.0)
 
 
 def test_prices_may_differ_by_block() -> None:

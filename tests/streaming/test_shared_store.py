@@ -34,5 +34,5 @@ def test_a_rank_that_may_not_pin_meets_the_others_at_every_buffer(monkeypatch: p
     buffers = [store.take(NBYTES) for _ in range(3)]
     assert store.pinned_nbytes == NBYTES // 2 and len(store._pinned) == 1
     assert len(met) == 3
-    assert not any(store.own(buffer, NBYTES).any() for buffer in buffers)
+    assert not any(buffer[store.partition.shard(NBYTES)].any() for buffer in buffers)
     store._registered.clear()  # nothing is to be unpinned without CUDA

@@ -29,7 +29,7 @@ from ds_zo.ops import Planes
 from ds_zo.records.environment import host_free_bytes
 from ds_zo.streaming.budget import budget_nbytes, decodes_by_matrix, decoding_nbytes
 from ds_zo.streaming.loading import forget_source, has_source, put_back
-from ds_zo.streaming.runtime import Slot
+from ds_zo.streaming.slot import Slot
 from ds_zo.streaming.units import PlacedParameter, Unit
 
 _ROOM = 3

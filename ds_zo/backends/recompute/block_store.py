@@ -36,7 +36,7 @@ from ds_zo.streaming.budget import device_bytes, reset_peak_memory
 from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.loading import check_frozen_dtype
 from ds_zo.streaming.placement import Placement, plan_units
-from ds_zo.streaming.runtime import Slot
+from ds_zo.streaming.slot import Slot
 from ds_zo.streaming.units import PlacedParameter, Unit, UnitState
 
 
@@ -118,13 +118,13 @@ class RecomputedBlockStore(BlockStore):
         materialised = MaterialisedBlock()
         slot: Slot | None = None
         try:
-            if not unit.streamed:
-                unit.use_in_place()
-            else:
-                with torch.inference_mode(False), torch.no_grad():
-                    slot = self.runtime.acquire(unit)
+            with torch.inference_mode(False), torch.no_grad():
+                slot = self.runtime.acquire(unit)
+                if slot is not None:
                     self.streams.compute.wait(unit.written_back)  # the last update, before this slot is changed
                     unit.bind(self._views_in(unit, slot))
+            if slot is None:
+                unit.use_in_place()
             yield materialised
         except BaseException:
             if slot is not None:

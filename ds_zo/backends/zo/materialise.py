@@ -31,7 +31,8 @@ from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
 from ds_zo.backends.zo.step_time import TimedForward
 from ds_zo.streaming.fold_schedule import due
 from ds_zo.streaming.placement import Placement
-from ds_zo.streaming.runtime import Runtime, Slot
+from ds_zo.streaming.runtime import Runtime
+from ds_zo.streaming.slot import Slot
 from ds_zo.streaming.units import Unit
 
 
@@ -104,7 +105,6 @@ class Materialiser:
         """None outside a timed forward. During one, blocks replay its number of updates instead of the pending ones,
         and it times their waits for uploads."""
         self._cached = CachedViews()
-        runtime.fold_skipped = self._replay_pending
         self._next_pass_is_first = False
 
     @property
@@ -165,7 +165,13 @@ class Materialiser:
         fold_next = [
             u for u in self.placement.blocks if self.folds(u, step=step + 1) and (again or id(u) not in self._folding)
         ]
-        self.runtime.start(self.placement.blocks, downloads=folding, lows=[*folding, *fold_next], collective=collective)
+        self.runtime.start(
+            self.placement.blocks,
+            downloads=folding,
+            lows=[*folding, *fold_next],
+            collective=collective,
+            fold=self._replay_pending,
+        )
 
     def _abandon_active(self) -> None:
         """Gives up the unit of an interrupted pass. Its slot may be filled again after the kernels issued for it."""
@@ -275,23 +281,19 @@ class Materialiser:
 
     def _acquire(self, unit: Unit) -> None:
         """Makes the unit the active one. Its stored bytes are then on the device."""
-        self._slot = self.runtime.acquire(unit) if unit.streamed else None
+        self._slot = self.runtime.acquire(unit)
         self._active = unit
 
     def _release_slot(self, unit: Unit) -> None:
         """Marks the active unit's slot as free: no kernel issued after this call reads it."""
         slot, self._slot = self._slot, None
         if slot is not None:
-            self.runtime.release(unit, slot, keep_low=self._folds_later(unit))
+            self.runtime.release(unit, slot)
 
     def _release_unit(self, unit: Unit) -> None:
         """Releases the active unit's slot, and leaves no unit active."""
         self._release_slot(unit)
         self._active = None
-
-    def _folds_later(self, unit: Unit) -> bool:
-        """Whether the pass that is running has yet to fold the unit."""
-        return id(unit) in self._folding and self.pending(unit) > 0
 
     # Copies without noise, for evaluation and saving. Nothing is stored.
 
@@ -354,7 +356,7 @@ class Materialiser:
         if self._active is unit:
             self._release_unit(unit)
         elif unit.low_streamed:
-            self.runtime.release(unit, None, keep_low=self._folds_later(unit))
+            self.runtime.release(unit, None)
         unit.bind_stored()
 
     def fold_due(self) -> None:
@@ -376,7 +378,7 @@ class Materialiser:
         blocks = [unit for unit in behind if unit.is_block]
         try:
             collective = False if any(unit.streamed for unit in blocks) else None
-            self.runtime.start(blocks, downloads=blocks, lows=blocks, collective=collective)
+            self.runtime.start(blocks, downloads=blocks, lows=blocks, collective=collective, fold=self._replay_pending)
             for unit in behind:
                 self._acquire(unit)
                 self._replay_pending(unit, self._slot)

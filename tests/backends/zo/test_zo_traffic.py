@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_zo.backends.zo import block_store
-from ds_zo.streaming.runtime import Slot
+from ds_zo.streaming.slot import Slot
 from tests.helpers.equivalence_runs import one_step, zo_config, zo_engine
 from tests.helpers.weights import parameters_of
 from tests.helpers.zoo import CASES
