@@ -4,6 +4,7 @@ skipped."""
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -215,6 +216,24 @@ def test_a_criterion_of_the_users_own(kind: type[Toy], criterion: Callable[..., 
 
 
 # Terms of a loss that the model's forward does not return: the others are drawn in tests/random/test_zo_losses.py
+
+
+def test_the_first_step_keeps_one_output_at_a_time() -> None:
+    """What it keeps beside a running pass counts as activations, and takes the place of blocks on a GPU."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    class Counts(Toy):
+        def forward(self, **batch: Any) -> dict[str, torch.Tensor]:
+            alive.append(sum(ref() is not None for ref in made))
+            logits = torch.zeros(8)
+            made.append(weakref.ref(logits))
+            return {"loss": super().forward(**batch), "logits": logits}
+
+    engine = engine_for(Counts().train(), zo_json())
+    engine.backward(engine(**toy_batches(1)[0])["loss"])
+    engine.step()
+    assert len(alive) >= 4 and max(alive) == 1
 
 
 class TakesABatch(LogitsToy):
