@@ -59,10 +59,9 @@ class BlockStore:
         self.streams = streams_for(device)
         resident_ids = {id(placement.blocks[i]) for i in evenly_spaced(len(placement.blocks), num_resident)}
         num_ranks = dist.get_world_size(process_group) if dist.is_initialized() else 1
-        self.shared: SharedStore | None = None
-        """The host memory that the ranks of a machine share. None: each rank has a store of its own, or `shards`."""
         self.shards: DeviceShards | None = None
         """This rank's shards of blocks that are sharded over the devices of all ranks. None: not sharded so."""
+        shared: SharedStore | None = None
         if num_ranks > 1 and config.shards_device:
             self.shards = DeviceShards(Node(process_group, streams=self.streams, all_machines=True))
             if not placement.blocks:
@@ -72,7 +71,7 @@ class BlockStore:
                 )
         elif num_ranks > 1 and config.zero_stage == 3 and config.stream and num_resident < len(placement.blocks):
             sizes = [n for u in placement.blocks if id(u) not in resident_ids for n in (u.nbytes, u.low_nbytes)]
-            self.shared = SharedStore.of_machine(
+            shared = SharedStore.of_machine(
                 sizes,
                 num_units=len(placement.blocks),
                 process_group=process_group,
@@ -90,24 +89,16 @@ class BlockStore:
         self.transport: Transport
         if self.shards is not None:
             self.store, self.transport = self.shards, ShardGather(self.shards)
-        elif self.shared is not None:
-            self.store, self.transport = self.shared, NodeGather(self.shared)
+        elif shared is not None:
+            self.store, self.transport = shared, NodeGather(shared)
         else:
             self.store = HostStore(device, pin=config.pin_memory)
             self.transport = LocalCopy(self.streams, self.store)
         release_cached_memory(device)
-        place_units(
-            placement,
-            self.store,
-            device,
-            shared=self.shared,
-            resident=lambda unit: id(unit) in resident_ids,
-            read=reader_of(module),
-        )
+        place_units(placement, self.store, device, resident=lambda u: id(u) in resident_ids, read=reader_of(module))
         if num_ranks > 1:
-            compare_values(
-                placement, source=source_of(module), shares_memory=self.shared is not None, process_group=process_group
-            )
+            shares = self.store.num_sharers > 1
+            compare_values(placement, source=source_of(module), shares_memory=shares, process_group=process_group)
         move_buffers(module, device)
         self.may_fill_device = (
             config.stream and self._stream.resident_blocks is None and device.type == "cuda" and self.shards is None
@@ -169,7 +160,7 @@ class BlockStore:
         wanted, figures = residents_after_a_step(
             self.placement, device=self.device, budget_gb=self._stream.device_memory_gb, needed=self._needed
         )
-        wanted = self._smallest(wanted)
+        wanted = self.store.smallest(wanted)
         if wanted <= 0:
             if num_blocks:
                 show(f"ds_zo: all {num_blocks} blocks stay streamed: none fits on the device beside a step ({figures})")
@@ -185,10 +176,6 @@ class BlockStore:
             show(f"ds_zo: {num_resident} of {num_blocks} blocks stay on the device from now on ({figures})")
         self._retry_check.start()
 
-    def _smallest(self, number: int) -> int:
-        """The smallest number of the ranks that share a host store."""
-        return number if self.shared is None else self.shared.node.smallest(number)
-
     def _make_resident(self, num_resident: int) -> int:
         """Moves `num_resident` blocks to the device, or fewer if memory runs out; returns how many were moved. Frees
         the blocks' host memory only after everything is allocated, so that blocks can return to it."""
@@ -197,7 +184,7 @@ class BlockStore:
             self._free_buffers()
             torch.cuda.empty_cache()  # so that resident blocks are not put into cached segments that activations used
             moved: list[tuple[Unit, torch.Tensor, torch.Tensor | None]] = []
-            low_moves = num_resident == len(blocks) or self.shared is not None
+            low_moves = num_resident == len(blocks) or self.store.num_sharers > 1
             reached = num_resident
             try:
                 for unit in (blocks[i] for i in sorted(evenly_spaced(len(blocks), num_resident))):
@@ -216,7 +203,7 @@ class BlockStore:
             if reached < num_resident:  # outside the except clause: the error's traceback keeps device tensors alive
                 _put_back(moved)
                 self._free_buffers()
-            agreed = self._smallest(reached)
+            agreed = self.store.smallest(reached)
             if agreed == num_resident:
                 break
             _put_back(moved)
@@ -238,10 +225,7 @@ class BlockStore:
 
     def _copy_to_device(self, buffer: torch.Tensor) -> torch.Tensor:
         copy = torch.empty_like(buffer, device=self.device)
-        if self.shared is None:
-            copy.copy_(buffer)
-        else:
-            self.shared.copy_whole(copy, buffer)
+        self.store.copy_whole(copy, buffer)
         return copy
 
     # Stored bytes
@@ -258,14 +242,13 @@ class BlockStore:
         completed on entry. On exit, every rank sees the writes."""
         for unit in units:
             self.runtime.host_wait(unit)
-        shared = self.shared
-        if shared is None or not any(unit.streamed for unit in units):
-            yield lambda unit: True
-            return
+        meets = any(unit.streamed for unit in units)
         numbers = {id(u): i for i, u in enumerate(self.placement.units)}
-        shared.node.barrier()
-        yield lambda unit: not unit.streamed or shared.writes(numbers[id(unit)])
-        shared.node.barrier()
+        if meets:
+            self.store.barrier()
+        yield lambda unit: not unit.streamed or self.store.writes(numbers[id(unit)])
+        if meets:
+            self.store.barrier()
 
 
 def _put_back(moved: Sequence[tuple[Unit, torch.Tensor, torch.Tensor | None]]) -> None:

@@ -27,6 +27,9 @@ class HostStore:
     warns about this once.
     """
 
+    num_sharers = 1
+    """Ranks that have the store's memory in common."""
+
     def __init__(self, device: torch.device, *, pin: bool, ring: bool = True) -> None:
         """`ring`: the buffers are uploaded with `upload`, so that a pinned ring can help."""
         self._device = device
@@ -73,6 +76,23 @@ class HostStore:
 
     def filled(self, unit: Unit) -> None:
         """Called when a unit's weights have been stored in its buffer."""
+
+    def copy_whole(self, target: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Copies one of the store's buffers to the device."""
+        target.copy_(buffer)
+
+    # Of stores that ranks have in common
+
+    def writes(self, number: int) -> bool:
+        """Whether this rank is the one that stores the values of unit `number` when one rank stores them for all."""
+        return True
+
+    def barrier(self) -> None:
+        """Blocks the host until every rank that shares the store has called it."""
+
+    def smallest(self, number: int) -> int:
+        """The smallest `number` of the ranks that share the store."""
+        return number
 
     def _register(self, buffer: torch.Tensor) -> bool:
         error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)

@@ -12,7 +12,6 @@ from ds_zo.ops import MXFP4, NF4
 from ds_zo.ops.nf4 import Quantised
 from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import Part, PlacedParameter, Unit
 
 ReadParameter = Callable[[PlacedParameter], torch.Tensor | Quantised]
@@ -277,17 +276,16 @@ def place_units(
     store: HostStore,
     device: torch.device,
     *,
-    shared: SharedStore | None,
     resident: Callable[[Unit], bool],
     read: ReadParameter,
 ) -> None:
     """Allocates and fills the buffers of every unit, one unit at a time, so that the original parameters are freed as
-    they are copied. `read` returns a parameter's initial value. `shared`: `store`, if it is shared memory.
+    they are copied. `read` returns a parameter's initial value.
 
     A resident block's low plane is on the host when other blocks are streamed: only folds need it. In a store that
     ranks share it is on the device, because uploading it would need a gather of its own.
     """
-    low_on_host = shared is None and any(not resident(unit) for unit in placement.blocks)
+    low_on_host = store.num_sharers == 1 and any(not resident(unit) for unit in placement.blocks)
     for number, unit in enumerate(placement.units):
         stays = not unit.is_block or resident(unit)
         low_stays = stays and not (unit.is_block and low_on_host)
@@ -300,14 +298,13 @@ def place_units(
                 else store.take(unit.low_nbytes)
             )
         unit.assign_buffers(buffer, low, streamed=not stays, low_streamed=not low_stays)
-        if stays or shared is None or shared.writes(number):
+        if stays or store.writes(number):
             unit.store(read, via=device)
         unit.leave_meta()
         if not stays:
             store.filled(unit)
         unit.bind_stored()
-    if shared is not None:
-        shared.node.barrier()
+    store.barrier()
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:

@@ -26,7 +26,7 @@ class SharedStore(HostStore):
 
     def __init__(self, node: Node, memory: SharedMemory, *, num_units: int, device: torch.device, pin: bool) -> None:
         super().__init__(device, pin=pin, ring=False)
-        self.node, self.partition = node, node.partition
+        self.node, self.partition, self.num_sharers = node, node.partition, node.size
         self._memory = memory
         self._timeout_s = world_timeout(device).total_seconds()
         header = _pages(8 * num_units * node.size)
@@ -80,8 +80,13 @@ class SharedStore(HostStore):
         return buffer
 
     def writes(self, number: int) -> bool:
-        """Whether this rank is the one that stores the values of unit `number` when one rank stores them for all."""
         return number % self.partition.size == self.partition.index
+
+    def barrier(self) -> None:
+        self.node.barrier()
+
+    def smallest(self, number: int) -> int:
+        return self.node.smallest(number)
 
     def copy_whole(self, target: torch.Tensor, buffer: torch.Tensor) -> None:
         """Copies a whole buffer to the device, by this rank alone. CUDA cannot copy in one call from memory that is

@@ -220,13 +220,13 @@ def _read_slowly(block_store: Any) -> None:
     """A rank that reads whole blocks by itself in a pass of all gives the others time to write, if they may."""
     import time
 
-    copy_whole = block_store.shared.copy_whole
+    copy_whole = block_store.store.copy_whole
 
     def late(*args: Any) -> None:
         time.sleep(0.1 * block_store.runtime.is_collective)
         copy_whole(*args)
 
-    block_store.shared.copy_whole = late
+    block_store.store.copy_whole = late
 
 
 def alone(rank: int) -> dict[str, Any]:

@@ -229,7 +229,6 @@ def test_settling_keeps_every_value_and_frees_the_originals() -> None:
         placement,
         store,
         CPU,
-        shared=None,
         resident=lambda unit: id(unit) in stays,
         read=lambda placed: placed.parameter.data,
     )

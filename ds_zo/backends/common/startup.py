@@ -86,7 +86,7 @@ def summary_of_blocks(
         host_bytes=nonzero({"weights": host}),
         pinned_bytes=store.store.pinned_nbytes,
         ring_bytes=store.store.ring_nbytes,
-        host_note="" if store.shared is None else f"the part of one of {store.shared.partition.size} ranks",
+        host_note="" if store.store.num_sharers == 1 else f"the part of one of {store.store.num_sharers} ranks",
     )
 
 

@@ -36,6 +36,7 @@ from ds_zo.streaming.budget import device_bytes, reset_peak_memory
 from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.loading import check_frozen_dtype
 from ds_zo.streaming.placement import Placement, plan_units
+from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.slot import Slot
 from ds_zo.streaming.units import PlacedParameter, Unit, UnitState
 
@@ -201,8 +202,7 @@ class RecomputedBlockStore(BlockStore):
     def rewritten(self) -> None:
         """Called by every rank after writes to stored bytes: slots are uploaded again before their next use."""
         self.runtime.invalidate_slots()
-        if self.shared is not None:
-            self.shared.node.barrier()
+        self.store.barrier()
 
     def describe(self) -> str:
         blocks, units = self.placement.blocks, self.placement.units
@@ -225,8 +225,8 @@ class RecomputedBlockStore(BlockStore):
                 unit.bind(torch.empty(0, dtype=p.parameter.dtype, device=self.device) for p in unit.placed)
                 for placed in unit.placed:
                     placed.parameter._ds_zo_left = True  # type: ignore[attr-defined]
-            elif self.shared is not None and unit.streamed:
-                own = self.shared.private(unit.store_buffer)
+            elif isinstance(self.store, SharedStore) and unit.streamed:
+                own = self.store.private(unit.store_buffer)
                 unit.assign_buffers(own, None, streamed=False, low_streamed=False)
                 unit.bind_stored()
         self.runtime.wait_for_copies()
@@ -263,7 +263,7 @@ class RecomputedModuleState(ModuleState):
                 self._block_store.runtime.prepare_host_write(unit)
 
     def _is_shared(self, unit: Unit) -> bool:
-        return unit.is_sharded or (self._block_store.shared is not None and unit.streamed)
+        return unit.is_sharded or (self._block_store.store.num_sharers > 1 and unit.streamed)
 
     def _is_read_whole(self, unit: Unit) -> bool:
         """Whether a parameter of the unit is read and written by way of the whole unit. True for units that are sharded

@@ -104,11 +104,12 @@ class ZOBlockStore(BlockStore):
             and device.type == "cuda"
             and num_resident < num_blocks
             and stream.writeback_interval is None
-            and self.shared is None
+            and self.store.num_sharers == 1
         )
         """Whether the interval is still to be chosen from measurements (`choose_interval`)."""
-        spare_store = self.store if self.shared is None else HostStore(device, pin=False)
-        self.claims = Claims(spare_store, streams=self.streams, swaps=self.shared is None)
+        is_own = self.store.num_sharers == 1
+        spare_store = self.store if is_own else HostStore(device, pin=False)
+        self.claims = Claims(spare_store, streams=self.streams, swaps=is_own)
         self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)
         self._make_buffers()
         if self.may_fill_device or self.must_choose_interval:
@@ -122,7 +123,7 @@ class ZOBlockStore(BlockStore):
             num_passes=self._num_passes,
             interval=self.interval if interval is None else interval,
             in_pairs=self.placement.narrow or (self._is_compute_bound if in_pairs is None else in_pairs),
-            shared=self.shared is not None,
+            shared=self.store.num_sharers > 1,
         )
 
     def _device_nbytes(self, interval: int, *, in_pairs: bool = False) -> int:
@@ -258,9 +259,9 @@ class ZOBlockStore(BlockStore):
             f"ds_zo: blocks stored as {formats_of(blocks) or 'n/a'}, master {self._stream.master}, written back "
             f"every {self.interval} steps (at most {CAPACITY} behind)",
         ]
-        if self.shared is not None:
+        if self.store.num_sharers > 1:
             lines.append(
-                f"ds_zo: the {self.shared.partition.size} ranks of this machine share one host store of the streamed "
+                f"ds_zo: the {self.store.num_sharers} ranks of this machine share one host store of the streamed "
                 "blocks: the host memory above is the part of one rank, which that rank uploads"
             )
         if bound := self.rounding_bound(1000):

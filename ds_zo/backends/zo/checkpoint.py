@@ -142,7 +142,7 @@ class ZOCheckpoint:
         if all(placed.name in omitted for placed in unit.placed):
             return WeightsFile(dict, 0, unit_key(describe(unit)))
         if hold:
-            if self._block_store.shared is not None:
+            if self._block_store.store.num_sharers > 1:
                 self._block_store.runtime.host_wait(unit)
             held = self._block_store.claims.claim(unit)
             return WeightsFile(

@@ -57,7 +57,7 @@ class ReplayedState(ModuleState):
 
     def _is_shared(self, unit: Unit) -> bool:
         """Whether the unit lies in a host store that ranks share."""
-        return self._block_store.shared is not None and unit.streamed
+        return self._block_store.store.num_sharers > 1 and unit.streamed
 
     def forget(self) -> None:
         """Drops the cached copies: stored weights were rewritten."""
@@ -126,8 +126,8 @@ class ReplayedState(ModuleState):
         for unit in store.placement.units:
             if not unit.viewable:
                 self._return_narrow_unit(unit)
-            elif store.shared is not None and unit.streamed:
-                are_current &= self._return_shared_unit(unit, store.shared)
+            elif isinstance(store.store, SharedStore) and unit.streamed:
+                are_current &= self._return_shared_unit(unit, store.store)
             else:
                 store.materialiser.fold_now(unit)
                 store.runtime.host_wait(unit)
