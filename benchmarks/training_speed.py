@@ -226,7 +226,7 @@ def _later_phases(run: _Run) -> Row:
 
 def _moved_bytes(store: BlockStore | None) -> tuple[int, int]:
     """Bytes uploaded and downloaded."""
-    return (0, 0) if store is None else (store.runtime.bytes_up, store.runtime.bytes_down)
+    return (0, 0) if store is None else (store.runtime.transport.bytes_up, store.runtime.transport.bytes_down)
 
 
 def _of_store(store: BlockStore) -> Row:

@@ -163,6 +163,9 @@ def test_sites_own_error_stays_where_there_is_no_other_sitecustomize(environment
     code = "import sys; print([folder for folder in sys.path if 'startup' in folder], 'sitecustomize' in sys.modules)"
     env = {**os.environ, "PYTHONPATH": str(STARTUP), "DS_ZO_AUTOLOAD": "1"}
     command = [str(environment), "-c", code]
+    plain = subprocess.run([*command[:1], "-I", *command[1:]], capture_output=True, text=True, timeout=60, check=True)
+    if plain.stdout != "[] False\n":
+        pytest.skip("this Python has a sitecustomize of its own")
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("[] False\n", "")
 

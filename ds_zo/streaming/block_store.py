@@ -25,7 +25,7 @@ from ds_zo.streaming.rank_values import compare_values
 from ds_zo.streaming.runtime import BeforeOverwrite, Runtime
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.streams import streams_for
-from ds_zo.streaming.transport import Gathers, LocalCopy, NodeGather, ShardGather, Transport
+from ds_zo.streaming.transport import GatheringTransport, LocalCopy, NodeGather, ShardGather, Transport
 from ds_zo.streaming.units import Unit
 
 
@@ -78,13 +78,6 @@ class BlockStore:
                 streams=self.streams,
                 pin=config.pin_memory,
             )
-        if config.stream or config.shards_device:
-            at_first = needed(num_resident)
-            if config.shards_device:
-                partition = RankPartition(0, num_ranks)
-                shards = sum(partition.shard_nbytes(u.nbytes) for u in placement.blocks if id(u) not in resident_ids)
-                at_first = replace(at_first, blocks=at_first.blocks + shards)
-            check_fits(at_first, budget_gb=self._stream.device_memory_gb, remedy=remedy)
         self.store: HostStore
         self.transport: Transport
         if self.shards is not None:
@@ -94,6 +87,13 @@ class BlockStore:
         else:
             self.store = HostStore(device, pin=config.pin_memory)
             self.transport = LocalCopy(self.streams, self.store)
+        if config.stream or config.shards_device:
+            at_first = needed(num_resident)
+            if config.shards_device:
+                partition = RankPartition(0, num_ranks)
+                shards = sum(partition.shard_nbytes(u.nbytes) for u in placement.blocks if id(u) not in resident_ids)
+                at_first = replace(at_first, blocks=at_first.blocks + shards)
+            check_fits(at_first, budget_gb=self._stream.device_memory_gb, remedy=remedy)
         release_cached_memory(device)
         place_units(placement, self.store, device, resident=lambda u: id(u) in resident_ids, read=reader_of(module))
         if num_ranks > 1:
@@ -110,7 +110,7 @@ class BlockStore:
     @property
     def is_sharded(self) -> bool:
         """Blocks are gathered from several ranks, so that all ranks must materialise all blocks in one order."""
-        return isinstance(self.transport, Gathers)
+        return isinstance(self.transport, GatheringTransport)
 
     @property
     def num_resident(self) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from ds_zo.streaming.schedule import NO_SLOT, Action, Kind, sweep
 from ds_zo.streaming.slot import Slot
-from ds_zo.streaming.transport import Gathers, Transport
+from ds_zo.streaming.transport import GatheringTransport, Transport
 from ds_zo.streaming.units import Unit
 
 _MOST_RECORDED = 10_000
@@ -51,8 +51,12 @@ class Runtime:
         self._streamed = {i for i, unit in enumerate(self.units) if unit.streamed}
         nbytes = max((self.units[i].nbytes for i in self._streamed), default=0)
         low_nbytes = max((unit.low_nbytes for unit in self.units if unit.low_streamed), default=0)
-        self.slots = [self._make_slot(nbytes) for _ in range(num_slots if self._streamed else 0)]
-        self.low_slots = [self._make_slot(low_nbytes) for _ in range(num_low_slots if low_nbytes else 0)]
+        self.slots = [
+            Slot(transport.slot_nbytes(nbytes), self.streams) for _ in range(num_slots if self._streamed else 0)
+        ]
+        self.low_slots = [
+            Slot(transport.slot_nbytes(low_nbytes), self.streams) for _ in range(num_low_slots if low_nbytes else 0)
+        ]
         self._default_order = list(range(len(self.units)))
         self._order = self._default_order
         self._then: Sequence[int] | None = None
@@ -72,9 +76,6 @@ class Runtime:
         self._fold: Callable[[Unit, Slot], None] | None = None
         self._slots_agree = True
         """Whether slots are known to hold what they must, whichever blocks each rank's forward has used."""
-
-    def _make_slot(self, nbytes: int) -> Slot:
-        return Slot(self.transport.slot_nbytes(nbytes), self.streams)
 
     # A pass
 
@@ -100,13 +101,13 @@ class Runtime:
         """
         self._order = self._numbers(order)
         self._then = None if then is None else self._numbers(then)
-        to_download = self._changed_on_host(downloads)
+        to_download = {self._number[id(unit)] for unit in downloads if unit.streamed or unit.low_streamed}
         folding = self._numbers(unit for unit in lows if unit.low_streamed)
         self._lows_now = [i for n, i in enumerate(folding) if i in to_download and i not in folding[:n]]
         self._lows_next = [i for n, i in enumerate(folding) if i not in to_download or i in folding[:n]]
         self._fold = fold
         self.executed.clear()
-        if isinstance(self.transport, Gathers):
+        if isinstance(self.transport, GatheringTransport):
             self._lows_next = []
             if collective is None:
                 self._lows_now = []
@@ -116,16 +117,14 @@ class Runtime:
         self._plan(self._order, downloads=to_download)
         self._advance()
 
-    def _start_collective(self, transport: Gathers, *, repeats: bool) -> None:
-        """Brings this rank's slots into the state that all ranks plan with: they hold the blocks that the last
-        collective pass has gathered ahead. Must precede `meet`: after it, other ranks may write back the block that
-        this rank reads."""
+    def _start_collective(self, transport: GatheringTransport, *, repeats: bool) -> None:
+        """Brings the slots into the state that all ranks plan with: they hold the blocks that were gathered ahead. This
+        rank reads missing ones before `meet`, because other ranks may write them back afterwards."""
         ahead = self._ahead if repeats else set()
-        held = {i: slot for slot in self.slots if (i := self._held(slot)) is not None}
         for slot in self.slots:  # a block that only this rank has kept would change the order of its gathers
             if self._held(slot) not in ahead:
                 slot.invalidate()
-        for number in sorted(ahead - held.keys()):
+        for number in sorted(ahead - self._loaded(self.slots).keys()):
             transport.fetch(self.units[number], next(slot for slot in self.slots if slot.unit is None))
         transport.meet([self.units[i] for i in self._order if i in self._streamed])
         self._slots_agree = transport.reads_alone
@@ -229,8 +228,8 @@ class Runtime:
         self.streams.compute.record(slot.drained)
 
     def finish(self) -> None:
-        """Ends a pass, complete or interrupted; uploads ahead follow the units' own order again. Slots stay valid where
-        they equal their unit's stored bytes. A collective pass first makes what is left of its copies."""
+        """Ends a pass, complete or interrupted. Slots stay valid where they equal their unit's stored bytes. A
+        collective pass first makes what is left of its copies."""
         try:
             if self.is_collective:
                 while self._actions:
@@ -252,12 +251,14 @@ class Runtime:
     def _numbers(self, units: Iterable[Unit]) -> list[int]:
         return [self._number[id(unit)] for unit in units]
 
-    def _changed_on_host(self, units: Collection[Unit]) -> set[int]:
-        return {self._number[id(unit)] for unit in units if unit.streamed or unit.low_streamed}
-
     def _held(self, slot: Slot) -> int | None:
         """The block whose stored bytes the slot holds, or will hold once its upload is done."""
         return self._number[id(slot.unit)] if slot.unit is not None and slot.is_current else None
+
+    def _loaded(self, slots: Sequence[Slot]) -> dict[int, int]:
+        """The slots that hold stored bytes for a later use, by block."""
+        held = ((self._held(slot), i) for i, slot in enumerate(slots) if not slot.in_use)
+        return {number: i for number, i in held if number is not None}
 
     def _first_of_next(self) -> list[int]:
         """The streamed blocks that the next pass starts with, as many as there are slots."""
@@ -272,15 +273,11 @@ class Runtime:
                 streamed=self._streamed,
                 num_slots=len(self.slots),
                 downloads=downloads,
-                loaded={number: i for i, slot in enumerate(self.slots) if (number := self._held(slot)) is not None},
+                loaded=self._loaded(self.slots),
                 then=self._first_of_next(),
                 lows=[*(i for i in self._lows_now if i in downloads), *self._lows_next],
                 low_slots=[i for i, slot in enumerate(self.low_slots) if not (slot.in_use or slot.is_current)],
-                loaded_lows={
-                    number: i
-                    for i, slot in enumerate(self.low_slots)
-                    if not slot.in_use and (number := self._held(slot)) is not None
-                },
+                loaded_lows=self._loaded(self.low_slots),
                 gathers=self.is_collective,
             )
         )
@@ -309,7 +306,7 @@ class Runtime:
             self.transport.fetch(unit, slot, low=is_low)
             self._pop()
             return
-        assert isinstance(self.transport, Gathers)
+        assert isinstance(self.transport, GatheringTransport)
         self._pop()
         self.transport.gather(unit, slot, low=is_low)
 
@@ -376,9 +373,8 @@ class Runtime:
 
     def _free_low_slot(self) -> Slot:
         """A low slot for an upload that was not planned: of those filled ahead, one is given up if none is free."""
-        if not any(not (slot.in_use or slot.is_current) for slot in self.low_slots):
-            ahead = [number for slot in self.low_slots if not slot.in_use and (number := self._held(slot)) is not None]
-            self._reclaim_low_slots(keep=ahead[:-1])
+        if all(slot.in_use or slot.is_current for slot in self.low_slots):
+            self._reclaim_low_slots(keep=list(self._loaded(self.low_slots))[:-1])
         return next(slot for slot in self.low_slots if not (slot.in_use or slot.is_current))
 
     def _reclaim_low_slots(self, *, keep: Collection[int]) -> None:
@@ -412,8 +408,7 @@ class Runtime:
                 self._is_stale = bool(self._actions) and not self.is_collective
 
     def free_buffers(self) -> None:
-        """Frees the slots' buffers now. The runtime is part of a reference cycle, so its memory would otherwise stay
-        until Python's garbage collector runs."""
+        """Frees the slots' buffers now. A reference cycle would otherwise keep them until Python collects garbage."""
         for slot in self._all_slots():
             slot.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 
@@ -427,23 +422,9 @@ class Runtime:
     def wait_for_copies(self) -> None:
         """Waits until no copy is under way, before host or device memory is freed. Where blocks are gathered only the
         current stream waits: a gather never ends if other ranks have exited."""
-        if isinstance(self.transport, Gathers):
+        if isinstance(self.transport, GatheringTransport):
             self.invalidate_slots()
             return
         for slot in self._all_slots():
             for event in (slot.filled, *slot.saved):
                 event.synchronize()
-
-    @property
-    def bytes_up(self) -> int:
-        """Bytes that were uploaded so far."""
-        return self.transport.bytes_up
-
-    @property
-    def bytes_down(self) -> int:
-        return self.transport.bytes_down
-
-    @property
-    def bytes_wire(self) -> int:
-        """Bytes that this rank has sent to other ranks so far."""
-        return self.transport.bytes_wire

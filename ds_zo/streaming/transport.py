@@ -87,7 +87,7 @@ class LocalCopy(Transport):
         unit.folded(unit.version if slot is None else slot.version, stream=stream)
 
 
-class Gathers(Transport):
+class GatheringTransport(Transport):
     """Copies of blocks of which every rank owns an equal shard. All uploads are on one stream, so that `meet` follows
     this rank's reads of whole units."""
 
@@ -186,7 +186,7 @@ class Gathers(Transport):
         own."""
 
 
-class NodeGather(Gathers):
+class NodeGather(GatheringTransport):
     """Copies of blocks in shared memory ([Note: shared host memory])."""
 
     def __init__(self, store: SharedStore) -> None:
@@ -218,7 +218,7 @@ class NodeGather(Gathers):
         self._store.wait(unit.index)
 
 
-class ShardGather(Gathers):
+class ShardGather(GatheringTransport):
     """Copies of blocks that are sharded over devices ([Note: device shards])."""
 
     reads_alone = False

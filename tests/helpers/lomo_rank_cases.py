@@ -225,7 +225,7 @@ def wire(rank: int) -> dict[str, Any]:
         engine = start(config, lively("llama"))
         _step(engine, 0)  # agrees on the order of buckets
         watch, block_store = Watch(engine.backend._passes), engine.backend._block_store
-        gathered = 0 if block_store is None else getattr(block_store.runtime, "bytes_wire", 0)
+        gathered = 0 if block_store is None else block_store.transport.bytes_wire
         with counted() as counts:
             _step(engine, 1)
         parameters = list(engine.module.parameters())
@@ -236,7 +236,7 @@ def wire(rank: int) -> dict[str, Any]:
             "num_parameters": len(parameters),
             "num_buckets": len(engine.backend._passes.reducer._buckets),
             "in_blocks": sum(p.numel() * p.element_size() for p in engine.module.model.layers.parameters()),
-            "gathered": 0 if block_store is None else getattr(block_store.runtime, "bytes_wire", 0) - gathered,
+            "gathered": 0 if block_store is None else block_store.transport.bytes_wire - gathered,
             **stored_nbytes(engine),
         }
         last = batch_of(2, seed=2, on=engine)

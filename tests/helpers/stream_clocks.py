@@ -27,7 +27,7 @@ from ds_zo.streaming.node import RankPartition
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.slot import Slot
 from ds_zo.streaming.streams import InlineStream, Stream, Streams, made_by
-from ds_zo.streaming.transport import Gathers
+from ds_zo.streaming.transport import GatheringTransport
 from ds_zo.streaming.units import Unit
 
 _LOOKS_ONLY = ("view", "slice", "detach", "alias", "empty", "expand", "strided", "reshape", "transpose", "select")
@@ -190,7 +190,7 @@ class _Gathering:
         _streams[-1].wait(self._done)
 
 
-class OneRank(Gathers):
+class OneRank(GatheringTransport):
     """Gathers from one rank alone: its only shard is the whole unit, but comes as shards do."""
 
     def __init__(self, streams: Streams, store: HostStore) -> None:

@@ -112,7 +112,7 @@ def uploaded_bytes(backend: Any) -> int:
     parts = (getattr(backend, name, None) for name in ("_streamed", "_base"))  # of LSP and of Adapter
     owner = next(filter(None, parts), backend)
     store = getattr(owner, "block_store", None) or getattr(owner, "_block_store", None)
-    return 0 if store is None else store.runtime.bytes_up
+    return 0 if store is None else store.runtime.transport.bytes_up
 
 
 def train_case(rank: int, family: str, backend: str, placement: str) -> dict[str, Any]:

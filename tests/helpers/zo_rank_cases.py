@@ -124,8 +124,8 @@ def storages(rank: int, names: list[str], stages: tuple[int, ...] = (0, 3)) -> d
             found[f"{name} {stage}"] = {
                 **result(made),
                 "host_nbytes": block_store.store.nbytes,
-                "bytes_up": block_store.runtime.bytes_up,
-                "bytes_down": block_store.runtime.bytes_down,
+                "bytes_up": block_store.runtime.transport.bytes_up,
+                "bytes_down": block_store.runtime.transport.bytes_down,
             }
     return found
 
@@ -451,14 +451,14 @@ def wire(rank: int) -> dict[str, Any]:
             made = engine(json, Toy(width=width))
             batch = mine(global_batches()[0], index=rank, of=dist.get_world_size())
             one_step(made, batch)
-            sent, runtime = made.backend.ranks.bytes_wire, made.backend.block_store.runtime
-            gathered = getattr(runtime, "bytes_wire", 0)
+            sent, transport = made.backend.ranks.bytes_wire, made.backend.block_store.transport
+            gathered = transport.bytes_wire
             with counted() as counts:
                 one_step(made, batch)
             found[f"{way} {width}"] = {
                 "counts": counts,
                 "ranks": made.backend.ranks.bytes_wire - sent,
-                "gathered": getattr(runtime, "bytes_wire", 0) - gathered,
+                "gathered": transport.bytes_wire - gathered,
                 "stored": sum(u.nbytes for u in made.backend.block_store.placement.blocks),
             }
     return found

@@ -62,10 +62,10 @@ def assert_stored_as_planned(plan: Estimate, block_store: Any) -> None:
 
 def assert_moves_as_planned(plan: Estimate, engine: Any, runtime: Any, *, num_steps: int = 1, besides: int = 0) -> None:
     """The bytes that `num_steps` steps copy in each direction; `besides`: copies of a step that no runtime makes."""
-    up, down = runtime.bytes_up, runtime.bytes_down
+    up, down = runtime.transport.bytes_up, runtime.transport.bytes_down
     for seed in range(num_steps):
         one_step(engine, seed=seed)
-    moved = runtime.bytes_up - up, runtime.bytes_down - down
+    moved = runtime.transport.bytes_up - up, runtime.transport.bytes_down - down
     assert moved == (num_steps * (plan.up_nbytes - besides), num_steps * (plan.down_nbytes - besides))
 
 

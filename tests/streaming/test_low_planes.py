@@ -105,7 +105,7 @@ def test_folds_wait_for_no_low_plane(streamed: tuple[int, ...], num_low_slots: i
             computing.now_s += EDGE_S
             runtime.finish()
             seconds.append(computing.now_s - begin)
-    assert runtime.bytes_down == 4 * sum(u.nbytes * u.streamed + u.low_nbytes for u in units)
+    assert runtime.transport.bytes_down == 4 * sum(u.nbytes * u.streamed + u.low_nbytes for u in units)
     assert seconds[1:] == [12 * COMPUTE_S + EDGE_S] * (len(seconds) - 1)
 
 
@@ -136,7 +136,9 @@ def test_the_low_planes_of_the_next_folds_are_on_their_way(num_low_slots: int) -
                 runtime.release(unit, slot)
         runtime.finish()
         low_planes = units[0].low_nbytes * (len(folded) + num_low_slots)
-        assert runtime.bytes_up == low_planes + 2 * units[0].nbytes, "the two blocks that stream stay in their slots"
+        assert runtime.transport.bytes_up == low_planes + 2 * units[0].nbytes, (
+            "the two blocks that stream stay in their slots"
+        )
 
 
 @pytest.mark.parametrize("num_low_slots", [1, 2, 3])

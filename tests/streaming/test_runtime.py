@@ -43,12 +43,12 @@ def test_every_pass_uploads_every_block_once(num_slots: int) -> None:
     whole = sum(u.nbytes for u in units)
     moved = []
     for number in range(4):
-        before = runtime.bytes_up, runtime.bytes_down
+        before = runtime.transport.bytes_up, runtime.transport.bytes_down
         runtime.start(units, downloads=units)
         for unit in units:
             visit(runtime, unit, update=True, download=True)
         runtime.finish()
-        moved.append((runtime.bytes_up - before[0], runtime.bytes_down - before[1]))
+        moved.append((runtime.transport.bytes_up - before[0], runtime.transport.bytes_down - before[1]))
         for i, unit in enumerate(units):
             assert unit.version == number + 1 and bool((unit.store_buffer == i + number + 1).all())
     ahead = sum(u.nbytes for u in units[:num_slots]) if num_slots < len(units) else 0
@@ -66,7 +66,7 @@ def test_only_what_is_asked_for_is_sent_back() -> None:
     for unit in units:
         visit(runtime, unit, update=True, download=unit in changed)
     runtime.finish()
-    assert runtime.bytes_down == units[1].nbytes + units[4].nbytes
+    assert runtime.transport.bytes_down == units[1].nbytes + units[4].nbytes
     assert [u.version for u in units] == [0, 1, 0, 0, 1]
     assert [int(u.store_buffer[0]) for u in units] == [0, 2, 2, 3, 5]
 
@@ -81,7 +81,7 @@ def test_resident_blocks_never_move() -> None:
                 visit(runtime, unit, download=True)
         runtime.finish()
     streamed = units[1].nbytes + units[3].nbytes
-    assert runtime.bytes_down == 3 * streamed and runtime.bytes_up <= 4 * streamed
+    assert runtime.transport.bytes_down == 3 * streamed and runtime.transport.bytes_up <= 4 * streamed
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 5])

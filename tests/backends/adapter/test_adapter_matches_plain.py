@@ -83,7 +83,7 @@ def test_nothing_is_written_back_and_trained_tensors_are_on_the_device() -> None
     store = engine.backend._base.block_store
     before = [unit.store_buffer.clone() for unit in store.placement.blocks]
     train(engine, batches(2))
-    assert store.runtime.bytes_down == 0 and len(before) == 3
+    assert store.runtime.transport.bytes_down == 0 and len(before) == 3
     assert all(unit.streamed and not unit.trainable for unit in store.placement.blocks)
     assert all(torch.equal(u.store_buffer, was) for u, was in zip(store.placement.blocks, before, strict=True))
     states = [state["exp_avg"] for state in engine.optimizer.state.values()]

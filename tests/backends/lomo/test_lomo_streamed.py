@@ -46,7 +46,7 @@ def assert_same_run(
     assert any(not torch.equal(before[name], p) for name, p in engine.module.named_parameters())
     assert engine.get_global_grad_norm() == resident.get_global_grad_norm()
     assert engine.skipped_steps == resident.skipped_steps
-    assert engine.backend._block_store.runtime.bytes_up > 0 or (stream or {}).get("resident_blocks", 0) >= 3
+    assert engine.backend._block_store.runtime.transport.bytes_up > 0 or (stream or {}).get("resident_blocks", 0) >= 3
     return engine
 
 
@@ -110,7 +110,7 @@ def test_an_overflow_is_skipped_without_moving_a_block() -> None:
     engine = assert_same_run(make, lambda: batches("llama", 12), clipping=1.0, **scale)
     assert 0 < engine.skipped_steps < 12
     runtime = engine.backend._block_store.runtime
-    assert runtime.bytes_down == (12 - engine.skipped_steps) * sum(u.nbytes for u in runtime.units)
+    assert runtime.transport.bytes_down == (12 - engine.skipped_steps) * sum(u.nbytes for u in runtime.units)
 
 
 class Checkpointing(Wandering):
@@ -220,7 +220,9 @@ def test_adapters(train_base: bool) -> None:
         return model
 
     engine = assert_same_run(make, lambda: batches("llama", 3), clipping=0.5, params={"adapter": {"lr": 1e-2}}, lr=0.05)
-    assert (engine.backend._block_store.runtime.bytes_down > 0) == train_base  # adapters of frozen blocks stay
+    assert (
+        engine.backend._block_store.runtime.transport.bytes_down > 0
+    ) == train_base  # adapters of frozen blocks stay
 
 
 def test_frozen_blocks_are_not_sent_back_and_thawed_ones_are() -> None:
@@ -233,14 +235,14 @@ def test_frozen_blocks_are_not_sent_back_and_thawed_ones_are() -> None:
 
     engine = assert_same_run(make, lambda: batches("llama", 2))
     runtime = engine.backend._block_store.runtime
-    assert runtime.bytes_down == 2 * runtime.units[1].nbytes
+    assert runtime.transport.bytes_down == 2 * runtime.units[1].nbytes
     resident = start(config_for(), make())
     train(resident, batches("llama", 2))
     for one in (engine, resident):
         one.module.model.layers[2].requires_grad_(True)
         train(one, batches("llama", 2, first=2))
     assert_equal(weights_of(engine.module), weights_of(resident.module))
-    assert runtime.bytes_down == 4 * runtime.units[1].nbytes + 2 * runtime.units[2].nbytes
+    assert runtime.transport.bytes_down == 4 * runtime.units[1].nbytes + 2 * runtime.units[2].nbytes
 
 
 @pytest.mark.parametrize(("clipping", "uploads"), [(0.0, 6), (0.5, 12)])
@@ -250,11 +252,11 @@ def test_blocks_still_in_slots_are_not_uploaded_again(clipping: float, uploads: 
     engine = start(streamed(clipping=clipping), model)
     train(engine, batches("llama", 1))
     runtime = engine.backend._block_store.runtime
-    up, down = runtime.bytes_up, runtime.bytes_down
+    up, down = runtime.transport.bytes_up, runtime.transport.bytes_down
     train(engine, batches("llama", 1, first=1))
     block = runtime.units[0].nbytes
-    assert (runtime.bytes_down - down) // block == 5
-    assert (runtime.bytes_up - up) // block == uploads - (1 if clipping else 0)
+    assert (runtime.transport.bytes_down - down) // block == 5
+    assert (runtime.transport.bytes_up - up) // block == uploads - (1 if clipping else 0)
 
 
 def test_a_block_keeps_its_inputs_and_nothing_else() -> None:

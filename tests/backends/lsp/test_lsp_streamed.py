@@ -54,7 +54,7 @@ def test_streamed_equals_resident(case: str, monkeypatch: pytest.MonkeyPatch) ->
     assert losses[0] == losses[1]
     assert_equal(parameters_of(engines[1]), parameters_of(engines[0]))
     runtime = engines[1].backend._streamed.block_store.runtime
-    assert runtime.bytes_up > 0 and runtime.bytes_down > 0
+    assert runtime.transport.bytes_up > 0 and runtime.transport.bytes_down > 0
     num_streamed = sum(unit.streamed for unit in engines[1].backend._streamed.block_store.placement.blocks)
     assert num_streamed == 2 - stream.get("resident_blocks", 0)
     if case == "llama":

@@ -69,12 +69,12 @@ def test_directions_share_one_upload_and_nothing_is_written_back(monkeypatch: py
     blocks, runtime = engine.backend.block_store.placement.blocks, engine.backend.block_store.runtime
     before = [unit.store_buffer.clone() for unit in blocks]
     train(engine, BATCHES[:1])  # the first forward also runs one pass after the other
-    up = runtime.bytes_up
+    up = runtime.transport.bytes_up
     decoded.clear()
     train(engine, BATCHES[1:])
-    assert runtime.bytes_up - up == 2 * sum(unit.nbytes for unit in blocks), "one upload of each block a step"
+    assert runtime.transport.bytes_up - up == 2 * sum(unit.nbytes for unit in blocks), "one upload of each block a step"
     assert len(decoded) == 2 * len(blocks)
-    assert runtime.bytes_down == 0
+    assert runtime.transport.bytes_down == 0
     assert all(unit.streamed and not unit.trainable for unit in blocks)
     assert all(torch.equal(unit.store_buffer, was) for unit, was in zip(blocks, before, strict=True))
 

@@ -508,8 +508,8 @@ def test_lora_trains_adapters_and_never_writes_the_frozen_base_back(json: dict[s
         one_step(engine, batch)
         if "bf16" not in json:
             close(passes.last, expected)
-    assert block_store.runtime.bytes_up > 0
-    assert block_store.runtime.bytes_down == 0
+    assert block_store.runtime.transport.bytes_up > 0
+    assert block_store.runtime.transport.bytes_down == 0
     after = weights(engine.module)
     for name, value in before.items():
         assert torch.equal(after[name], value.to(after[name].dtype)) == ("lora_" not in name), name

@@ -25,10 +25,10 @@ def moved(num_steps: int, *, warm_up: int = 2, **options: Any) -> tuple[float, f
         for seed in range(warm_up):
             one_step(engine, case.batch(seed))
         runtime = engine.backend.block_store.runtime
-        up, down = runtime.bytes_up, runtime.bytes_down
+        up, down = runtime.transport.bytes_up, runtime.transport.bytes_down
         for seed in range(num_steps):
             one_step(engine, case.batch(seed))
-        up, down = runtime.bytes_up - up, runtime.bytes_down - down
+        up, down = runtime.transport.bytes_up - up, runtime.transport.bytes_down - down
         whole = sum(unit.nbytes for unit in engine.backend.block_store.placement.blocks if unit.streamed)
         assert whole > 0 and parameters_of(engine)
         return up / num_steps, down / num_steps, whole
@@ -78,10 +78,10 @@ def test_an_evaluation_uploads_weights_and_low_planes_once(
         found = []
         forward = partial(engine.module, **case.batch(0))
         for evaluate in (forward, forward, engine.module.state_dict):
-            before = runtime.bytes_up
+            before = runtime.transport.bytes_up
             with torch.no_grad():
                 evaluate()
-            found.append(runtime.bytes_up - before)
+            found.append(runtime.transport.bytes_up - before)
         whole = sum(unit.nbytes for unit in runtime.units if unit.streamed)
         lows = sum(unit.low_nbytes for unit in runtime.units if unit.low_streamed)
         assert found[1] == (whole + lows if is_full else 0), "the first one finds blocks of the last step in slots"
