@@ -38,12 +38,34 @@ class Transport:
         raise NotImplementedError
 
     def commit(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
-        """Copies the unit's bytes back from its slots, and records `saved` of the slots."""
+        """Copies the unit's bytes back from its slot, its low slot or both, and records `saved` of the slots."""
+        stream = self.streams.download
+        with stream.issuing():
+            for used in (slot, low):
+                if used is not None:
+                    stream.wait(used.drained)
+                    self._copy_back(unit, used, low=used is low)
+                    used.is_saving = True
+            self._committed(unit)
+        unit.folded(unit.version if slot is None else slot.version, stream=stream)
+
+    def _copy_back(self, unit: Unit, used: Slot, *, low: bool) -> None:
+        """Copies a slot to the unit's stored bytes, or to its low plane, on the download stream."""
         raise NotImplementedError
+
+    def _committed(self, unit: Unit) -> None:
+        """Called on the download stream after the copies of a `commit`."""
 
     def host_wait(self, unit: Unit) -> None:
         """Blocks the host until the last `commit` is in the unit's buffers."""
         unit.written_back.synchronize()
+
+
+def stored_bytes(unit: Unit, *, low: bool) -> torch.Tensor:
+    """The unit's stored bytes, or its low plane."""
+    buffer = unit.low_buffer if low else unit.store_buffer
+    assert buffer is not None
+    return buffer
 
 
 class LocalCopy(Transport):
@@ -54,10 +76,8 @@ class LocalCopy(Transport):
         self._store = store
 
     def fetch(self, unit: Unit, slot: Slot, *, low: bool = False) -> None:
-        source, stream = unit.store_buffer, self.streams.upload
-        if low:
-            assert unit.low_buffer is not None
-            source, stream = unit.low_buffer, self.streams.low_upload
+        source = stored_bytes(unit, low=low)
+        stream = self.streams.low_upload if low else self.streams.upload
         stream.wait(slot.drained)
         stream.wait(unit.written_back)
         with stream.issuing():
@@ -72,19 +92,12 @@ class LocalCopy(Transport):
         slot.uploaded()
         self.bytes_up += source.numel()
 
-    def commit(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
-        stream = self.streams.download
-        with stream.issuing():
-            for used, target in ((slot, unit.store_buffer), (low, unit.low_buffer)):
-                if used is None or target is None:
-                    continue
-                stream.wait(used.drained)
-                for chunk, saved in used.chunks(target.numel()):
-                    target[chunk].copy_(used.buffer[chunk], non_blocking=True)
-                    stream.record(saved)
-                used.is_saving = True
-                self.bytes_down += target.numel()
-        unit.folded(unit.version if slot is None else slot.version, stream=stream)
+    def _copy_back(self, unit: Unit, used: Slot, *, low: bool) -> None:
+        target = stored_bytes(unit, low=low)
+        for chunk, saved in used.chunks(target.numel()):
+            target[chunk].copy_(used.buffer[chunk], non_blocking=True)
+            self.streams.download.record(saved)
+        self.bytes_down += target.numel()
 
 
 class GatheringTransport(Transport):
@@ -141,22 +154,13 @@ class GatheringTransport(Transport):
         self.bytes_up += own.numel()
         self.bytes_wire += self._partition.shard_nbytes(nbytes) * (self._partition.size - 1)
 
-    def commit(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
-        """Copies this rank's shards back."""
-        stream = self.streams.download
-        with stream.issuing():
-            for used, nbytes in ((slot, unit.nbytes), (low, unit.low_nbytes)):
-                if used is None:
-                    continue
-                stream.wait(used.drained)
-                own = self._own(unit, low=used is low)
-                begin = self._partition.begin(nbytes)
-                own.copy_(used.buffer[begin : begin + own.numel()], non_blocking=True)
-                stream.record(used.saved[0])
-                used.is_saving = True
-                self.bytes_down += own.numel()
-            self._committed(unit)
-        unit.folded(unit.version if slot is None else slot.version, stream=stream)
+    def _copy_back(self, unit: Unit, used: Slot, *, low: bool) -> None:
+        """Copies this rank's shard back."""
+        own = self._own(unit, low=low)
+        begin = self._partition.begin(unit.low_nbytes if low else unit.nbytes)
+        own.copy_(used.buffer[begin : begin + own.numel()], non_blocking=True)
+        self.streams.download.record(used.saved[0])
+        self.bytes_down += own.numel()
 
     def _wait_until_free(self, unit: Unit, slot: Slot) -> None:
         """Makes the upload stream wait for all that uses the slot or the unit's bytes: kernels, a gather into the slot
@@ -178,9 +182,6 @@ class GatheringTransport(Transport):
     def _meet(self, order: Sequence[Unit]) -> None:
         raise NotImplementedError
 
-    def _committed(self, unit: Unit) -> None:
-        """Records on the current stream that this rank has written back its shard of the unit."""
-
     def _wait_for_shards(self, unit: Unit) -> None:
         """Blocks the host until every rank has written back its shard of the unit as often as this rank has issued its
         own."""
@@ -199,19 +200,18 @@ class NodeGather(GatheringTransport):
             self._store.wait(unit.index)
 
     def _own(self, unit: Unit, *, low: bool) -> torch.Tensor:
-        buffer = unit.low_buffer if low else unit.store_buffer
-        assert buffer is not None
+        buffer = stored_bytes(unit, low=low)
         return buffer[self._partition.shard(buffer.numel())]
 
     def _read_whole(self, unit: Unit, slot: Slot, *, low: bool) -> None:
-        source = unit.low_buffer if low else unit.store_buffer
-        assert source is not None
+        source = stored_bytes(unit, low=low)
         self._store.copy_whole(slot.buffer[: source.numel()], source)
 
     def _meet(self, order: Sequence[Unit]) -> None:
         self._node.stream_barrier()
 
     def _committed(self, unit: Unit) -> None:
+        """Records that this rank has written back its shard of the unit."""
         self._store.mark_written_back(unit.index)
 
     def _wait_for_shards(self, unit: Unit) -> None:

@@ -27,7 +27,7 @@ from ds_zo.streaming.node import RankPartition
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.slot import Slot
 from ds_zo.streaming.streams import InlineStream, Stream, Streams, made_by
-from ds_zo.streaming.transport import GatheringTransport
+from ds_zo.streaming.transport import GatheringTransport, stored_bytes
 from ds_zo.streaming.units import Unit
 
 _LOOKS_ONLY = ("view", "slice", "detach", "alias", "empty", "expand", "strided", "reshape", "transpose", "select")
@@ -201,9 +201,7 @@ class OneRank(GatheringTransport):
         self.in_pass = False
 
     def _own(self, unit: Unit, *, low: bool) -> torch.Tensor:
-        buffer = unit.low_buffer if low else unit.store_buffer
-        assert buffer is not None
-        return buffer
+        return stored_bytes(unit, low=low)
 
     def _read_whole(self, unit: Unit, slot: Slot, *, low: bool) -> None:
         assert not (low and self.in_pass), "other ranks may be writing it back: it is gathered with them"
