@@ -51,9 +51,10 @@ from ds_zo.backends.lomo.state import check_saved_states, load_saved_states, sav
 from ds_zo.backends.lomo.updates import SGD, Updater, UpdateRule
 from ds_zo.backends.lomo.window import AccumulationWindow
 from ds_zo.backends.recompute.backend import RecomputedBackend
-from ds_zo.backends.recompute.block_store import RecomputedBlockStore, RecomputedModuleState
+from ds_zo.backends.recompute.block_store import RecomputedBlockStore
 from ds_zo.backends.recompute.blocks import BlockConsumer, RecomputedBlock, refuse_router_logits
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, is_compiled, run_backward_twice
+from ds_zo.backends.recompute.module_state import RecomputedModuleState
 from ds_zo.backends.recompute.wrapping import forward_pass, wrap_blocks
 from ds_zo.config import LOMOParams, Resolved
 from ds_zo.optim import LossScaler

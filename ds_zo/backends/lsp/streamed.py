@@ -23,12 +23,13 @@ from torch import nn
 
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.interrupts import interrupts
-from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore, RecomputedModuleState
+from ds_zo.backends.lsp.streamed_state import StreamedUpdateOnAccessState
+from ds_zo.backends.recompute.block_store import MaterialisedBlock, RecomputedBlockStore
 from ds_zo.backends.recompute.blocks import RecomputedBlock, refuse_router_logits
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.backends.recompute.wrapping import RecomputedBlocks, forward_pass
 from ds_zo.config import Resolved
-from ds_zo.streaming.units import PlacedParameter, Unit
+from ds_zo.streaming.units import Unit
 
 
 class UpdatingBlockStore(RecomputedBlockStore):
@@ -63,40 +64,6 @@ class UpdatingBlockStore(RecomputedBlockStore):
             materialised.changed = materialised.changed or was_updated
         if error is not None:
             raise error
-
-
-class StreamedUpdateOnAccessState(RecomputedModuleState):
-    """Gives access to weights by name, after all pending updates have been applied."""
-
-    def __init__(
-        self, block_store: RecomputedBlockStore, module: nn.Module, apply_pending_updates: Callable[[], None]
-    ) -> None:
-        self._apply_pending_updates = apply_pending_updates
-        super().__init__(block_store, module)
-
-    def _is_watched(self, unit: Unit) -> bool:
-        return True
-
-    def refresh(self, parameter: nn.Parameter) -> None:
-        if not self._is_busy():
-            self._apply_pending_updates()
-            super().refresh(parameter)
-
-    def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        self._apply_pending_updates()
-        return super().read(parameter)
-
-    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        self._apply_pending_updates()
-        super().write(parameter, value)
-
-    def _full_fp32(self, unit: Unit, placed: PlacedParameter) -> torch.Tensor:
-        self._apply_pending_updates()
-        return super()._full_fp32(unit, placed)
-
-    def _before_load(self, unit: Unit) -> None:
-        self._apply_pending_updates()
-        super()._before_load(unit)
 
 
 def without_caches(module: nn.Module) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from ds_zo.backends.common.backend import Backend
-from ds_zo.backends.recompute.block_store import RecomputedModuleState
+from ds_zo.backends.recompute.module_state import RecomputedModuleState
 
 
 class RecomputedBackend(Backend):
