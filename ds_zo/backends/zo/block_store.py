@@ -173,19 +173,18 @@ class ZOBlockStore(BlockStore):
 
     def time_forwards(self, forward: Callable[[], object]) -> None:
         """Times forwards as training will make them, before the first update. Their blocks replay updates that change
-        nothing, and the log is empty again afterwards."""
+        nothing, from a log of their own."""
         if self.log.length:
             return
-        self.log.rows[:, 1 : 1 + self.log.num_groups] = 1.0
+        log = self.log.of_no_changes()
         try:
             for num_updates in TIMED_NUM_UPDATES:
-                self.materialiser.timed_forward = timed_forward = TimedForward(num_updates, self.device)
+                self.materialiser.timed_forward = timed_forward = TimedForward(num_updates, self.device, log=log)
                 with timed_forward.running():
                     forward()
                 self._timed_forwards.append(timed_forward)
         finally:
             self.materialiser.timed_forward = None
-            self.log.rows.zero_()
             self.runtime.invalidate_slots()
 
     def forget_times(self) -> None:

@@ -102,8 +102,8 @@ class Materialiser:
         self._folding: set[int] = set()
         """Blocks that fold in the pass that is running, by `id(unit)`."""
         self.timed_forward: TimedForward | None = None
-        """None outside a timed forward. During one, blocks replay its number of updates instead of the pending ones,
-        and it times their waits for uploads."""
+        """None outside a timed forward. During one, blocks replay its updates instead of the pending ones, and it times
+        their waits for uploads."""
         self._cached = CachedViews()
         self._next_pass_is_first = False
 
@@ -136,11 +136,12 @@ class Materialiser:
         """Number of updates that the unit's stored weights do not include yet."""
         return self.log.length - unit.version if unit.trainable else 0
 
-    def _num_to_replay(self, unit: Unit) -> int:
-        """Number of updates to replay into the unit's copies. A timed forward sets its own number for blocks."""
+    def _to_replay(self, unit: Unit) -> tuple[ReplayLog, int]:
+        """The log to replay into the unit's copies, and the number of its newest updates. A timed forward has its own
+        for blocks."""
         if self.timed_forward is not None and unit.is_block and unit.trainable:
-            return self.timed_forward.num_updates
-        return self.pending(unit)
+            return self.timed_forward.log, self.timed_forward.num_updates
+        return self.log, self.pending(unit)
 
     def folds(self, unit: Unit, *, step: int) -> bool:
         """Whether the unit folds in `step`. A pure function of step and unit, staggered over blocks, and the same for
@@ -218,7 +219,8 @@ class Materialiser:
         """Makes a copy that nothing reads, to measure how long replaying `num_updates` takes. The values in the slot
         and the log do not matter."""
         outs = self._cached.outs(unit, self.scratch)
-        self._apply(unit, self._cached.planes(unit, slot.buffer), outs=outs, index=0, pending=num_updates)
+        planes = self._cached.planes(unit, slot.buffer)
+        self._apply(unit, planes, outs=outs, index=0, updates=self.log.newest(num_updates))
 
     def release_block(self, unit: Unit) -> None:
         """Releases the block after its last pass has run it."""
@@ -245,7 +247,7 @@ class Materialiser:
         """Replays the unit's pending updates and stores the result where its passes start from. Makes the first pass's
         copy in `scratch` (and `pair`) in the same launch. If no other pass reads the unit and no fold is due, nothing
         is stored."""
-        pending = self._num_to_replay(unit)
+        log, pending = self._to_replay(unit)
         source = unit.store_buffer if slot is None else slot.buffer
         outs = None if scratch is None else self._cached.outs(unit, scratch)
         # Only a block gives the replay slot up: an outer unit may run between two passes of the block that is in it.
@@ -269,10 +271,11 @@ class Materialiser:
         stored = None if target is None else self._cached.planes(unit, target, low)
         if is_alone:
             assert stored is not None
-            self._apply(unit, planes, stored=stored, index=0, pending=pending)
+            self._apply(unit, planes, stored=stored, index=0, updates=log.newest(pending))
             planes, stored, pending = stored, None, 0
         with interrupts.deferred() if fold else nullcontext():  # see [Note: whole steps]
-            self._apply(unit, planes, stored=stored, outs=outs, pair=pair, index=index, pending=pending, fold=fold)
+            updates = log.newest(pending)
+            self._apply(unit, planes, stored=stored, outs=outs, pair=pair, index=index, updates=updates, fold=fold)
             if fold:
                 if slot is None:
                     unit.folded(self.log.length)
@@ -331,7 +334,7 @@ class Materialiser:
         """Replays the unit's pending updates into `outs`, without storing them, and returns one view per parameter."""
         source = self._stored_on_device(unit)
         planes = unit.planes(source, self.runtime.acquire_low(unit) if unit.low_nbytes else None)
-        self._apply(unit, planes, outs=outs, pending=self.pending(unit))
+        self._apply(unit, planes, outs=outs, updates=self.log.newest(self.pending(unit)))
         return unit.views(planes, outs)
 
     def _stored_on_device(self, unit: Unit) -> torch.Tensor:
@@ -406,7 +409,7 @@ class Materialiser:
         outs: Sequence[torch.Tensor | None] | None = None,
         pair: torch.Tensor | None = None,
         index: int | None = None,
-        pending: int = 0,
+        updates: ops.Pending | None = None,
         fold: bool = False,
         decodes: bool = True,
     ) -> None:
@@ -416,7 +419,7 @@ class Materialiser:
         pair_outs = None if pair is None else self._cached.outs(unit, self.scratch, pair)
         direction, sign = (0, 0.0) if index is None else (self._first_direction + index // 2, 1.0 - 2.0 * (index % 2))
         noise = self.perturbation.noise(step=self.log.length, direction=direction)
-        updates = self.log.newest(pending)
+        updates = self.log.newest(0) if updates is None else updates
         for i, part in enumerate(unit.parts):
             if part.direct:
                 continue
@@ -430,7 +433,7 @@ class Materialiser:
                 store = ops.Store(stored[i], fold=fold)
             elif out is None:
                 continue
-            elif self._as_stored and index is not None and pending > 0:
+            elif self._as_stored and index is not None and updates.num_entries > 0:
                 store = ops.AS_STORED
             if out is not None:
                 pair_out = None if pair_outs is None else pair_outs[i]

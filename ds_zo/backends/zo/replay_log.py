@@ -34,6 +34,12 @@ class ReplayLog:
         """Number of entries ever appended, which is the index of the current step."""
         self._zero = torch.zeros((), device=device)
 
+    def of_no_changes(self) -> ReplayLog:
+        """A log of the same shape, whose updates change nothing."""
+        log = ReplayLog(num_groups=self.num_groups, num_directions=self.num_directions, device=self.rows.device)
+        log.rows[:, 1 : 1 + self.num_groups] = 1.0
+        return log
+
     @property
     def last_row(self) -> torch.Tensor:
         """The newest entry."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ds_zo.backends.zo.fold_interval import FOLD_DRAWS, best_interval, lags
+from ds_zo.backends.zo.replay_log import ReplayLog
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.units import Unit
 
@@ -137,8 +138,9 @@ class TimedForward:
     """A forward whose blocks replay updates that change nothing, timed on the compute stream. The time excludes waits
     for uploads of blocks. On a CPU the host's clock is used, for tests."""
 
-    def __init__(self, num_updates: int, device: torch.device) -> None:
-        self.num_updates = num_updates
+    def __init__(self, num_updates: int, device: torch.device, *, log: ReplayLog) -> None:
+        """`log`: the updates that blocks replay."""
+        self.num_updates, self.log = num_updates, log
         self._device = device
         self._whole: _Span | None = None
         self._waits: list[_Span] = []

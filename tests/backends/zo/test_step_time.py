@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ds_zo import ops
 from ds_zo.backends.zo.fold_interval import INTERVALS, best_interval
+from ds_zo.backends.zo.replay_log import ReplayLog
 from ds_zo.backends.zo.step_time import TIMED_NUM_UPDATES, StepTimeModel, TimedForward, compute_and_draw_s
 from ds_zo.streaming.budget import MARGIN_NBYTES
 from tests.helpers.weights import assert_equal, weights
@@ -68,25 +71,25 @@ def test_no_interval_is_expected_to_be_faster_than_the_one_chosen() -> None:
 
 @pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("stream", [{}, {"resident_blocks": 1}, {"wire_dtype": "fp8"}], ids=str)
-def test_a_timed_forward_replays_and_leaves_no_trace(stream: dict[str, object]) -> None:
+def test_a_timed_forward_replays_and_leaves_no_trace(
+    stream: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = CASES["opt"]
 
     def run(times: bool) -> dict[str, torch.Tensor]:
         engine = engine_for(case.make(), zo_json(interval=8, **stream))
         block_store = engine.backend.block_store
-        seen: list[int] = []
-        replay = block_store.materialiser._apply
-        block_store.materialiser._apply = lambda unit, *args, **more: (
-            seen.append(more.get("pending", 0)) if unit.is_block else None,
-            replay(unit, *args, **more),
-        )
+        seen: list[dict[str, Any]] = []
+        launch = ops.replay_perturb
         block_store.must_choose_interval = times
-        engine(**case.batch(0))
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "replay_perturb", lambda *args, **more: (seen.append(more), launch(*args, **more)))
+            engine(**case.batch(0))
         engine.backend.rank_state()
         assert not block_store.must_choose_interval, (
             "a checkpoint names the interval, on ranks that do not write it too"
         )
-        assert (set(seen) - {0} == set(TIMED_NUM_UPDATES)) == times
+        assert ({more["pending"].num_entries for more in seen} - {0} == set(TIMED_NUM_UPDATES)) == times
         if times:
             assert all(seconds > 0 for seconds in compute_and_draw_s(block_store._timed_forwards)[:1])
         for step in range(3):
@@ -94,6 +97,14 @@ def test_a_timed_forward_replays_and_leaves_no_trace(stream: dict[str, object]) 
         return weights(engine.module)
 
     assert_equal(run(True), run(False))
+
+
+@pytest.mark.usefixtures("single_process")
+def test_the_log_of_updates_is_as_it_was_while_forwards_are_timed() -> None:
+    block_store = engine_for(CASES["opt"].make(), zo_json(interval=8)).backend.block_store
+    seen: list[torch.Tensor] = []
+    block_store.time_forwards(lambda: seen.append(block_store.log.rows.clone()))
+    assert len(seen) == len(TIMED_NUM_UPDATES) and not any(rows.any() for rows in seen)
 
 
 class Counting(nn.Module):
@@ -145,7 +156,8 @@ def test_of_all_forwards_of_the_first_step_one_leaves_traces() -> None:
 
 
 def test_waits_for_uploads_do_not_count_as_computing() -> None:
-    first, few, many = (TimedForward(n, torch.device("cpu")) for n in (5, 1, 5))
+    log = ReplayLog(num_groups=1, num_directions=1, device=torch.device("cpu"))
+    first, few, many = (TimedForward(n, torch.device("cpu"), log=log) for n in (5, 1, 5))
     first._whole, few._whole, many._whole = (0.0, 9.0), (10.0, 13.0), (20.0, 24.0)
     few._waits, many._waits = [(10.5, 11.0), (12.0, 12.5)], [(21.0, 21.2)]
     compute_s, draw_s = compute_and_draw_s([first, few, many])
