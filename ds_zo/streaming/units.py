@@ -29,6 +29,8 @@ from ds_zo.streaming.streams import DONE, Event, Stream
 
 ALIGN = ops.SEGMENT_ALIGNMENT
 """In elements. A parameter starts 256-byte aligned for every dtype, and no scale group spans two parameters."""
+PARTLY_FOLDED = -2
+"""`Unit.version` after a change in place was broken off. No slot has this version."""
 
 
 @dataclass

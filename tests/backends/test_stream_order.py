@@ -16,11 +16,10 @@ from ds_zo.backends.lsp import groups as lsp_groups
 from ds_zo.backends.lsp.scheduler import ServiceOrder
 from ds_zo.backends.lsp.transfers import Copy, CopyLane
 from ds_zo.backends.zo import block_store as zo_store
-from ds_zo.backends.zo.materialise import Materialiser
 from ds_zo.streaming import block_store
 from ds_zo.streaming.claims import Claims
 from ds_zo.streaming.streams import InlineStreams, made_by
-from ds_zo.streaming.units import Unit
+from ds_zo.streaming.units import PARTLY_FOLDED
 from tests.helpers.lomo_runs import start, streamed
 from tests.helpers.lsp_runs import lsp_json
 from tests.helpers.stream_clocks import (
@@ -38,7 +37,7 @@ from tests.helpers.stream_clocks import (
     in_thread,
 )
 from tests.helpers.weights import assert_equal, parameters_of
-from tests.helpers.zo_runs import Toy, engine_for, one_step, toy_batches, zo_json
+from tests.helpers.zo_runs import Toy, break_off, engine_for, one_step, toy_batches, zo_json
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -167,25 +166,18 @@ def test_zo_orders_blocks_that_come_out_of_turn(case: str) -> None:
 @pytest.mark.parametrize("case", ["slots go round", *(case for case in ZO if "low plane" in case)])
 def test_zo_orders_what_visits_that_break_off_leave_under_way(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_for(Toy().train(), zo_json(**ZO[case]))
-    apply = Materialiser._apply
     with Races(buffers_in(engine)) as races:
         for step, batch in enumerate(toy_batches(8)):
             one_step(engine, batch)
-            left = step % 3
-
-            def breaks_off(self: Materialiser, unit: Unit, *args: Any, **kwargs: Any) -> None:
-                nonlocal left
-                apply(self, unit, *args, **kwargs)
-                left -= unit.is_block
-                if left < 0:
-                    raise KeyboardInterrupt
-
             with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(Materialiser, "_apply", breaks_off)
+                break_off(patch, KeyboardInterrupt(), num_whole=1 + step % 3)  # the embedding's is the first
                 if step % 4 in (1, 2):
                     engine(**batch)
                 else:
                     engine.module.state_dict()
+            for unit in engine.backend.block_store.placement.units:
+                if unit.version == PARTLY_FOLDED:
+                    unit.rewritten(engine.global_steps)  # as if a checkpoint had been loaded
             if step % 2:
                 engine.module.state_dict()
     assert races.num_writes and not races.found

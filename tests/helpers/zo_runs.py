@@ -16,6 +16,7 @@ import torch
 from deepspeed.utils import logger
 from torch import nn
 
+from ds_zo import ops
 from ds_zo.backends.zo import backend as zo
 from ds_zo.backends.zo import outputs
 
@@ -116,6 +117,20 @@ def set_snapshot(state: tuple[Any, ...]) -> None:
 
 def same_snapshot(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
     return torch.equal(a[0], b[0]) and a[1] == b[1] and a[2][2] == b[2][2] and np.array_equal(a[2][1], b[2][1])
+
+
+def break_off(patch: pytest.MonkeyPatch, error: BaseException, *, num_whole: int = 0) -> None:
+    """The launch after `num_whole` others raises when it has written."""
+    launch, num_left = ops.replay_perturb, num_whole
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        nonlocal num_left
+        num_left -= 1
+        launch(*args, **kwargs)
+        if num_left < 0:
+            raise error
+
+    patch.setattr(ops, "replay_perturb", counted)
 
 
 def close(ours: list[float], theirs: Iterable[Any]) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from ds_zo import ops
 from ds_zo.backends.common.frozen_base import check_base, describe_base, refuse_base, sums_of_units
 from ds_zo.backends.zo.block_store import ZOBlockStore
+from ds_zo.backends.zo.materialise import check_whole
 from ds_zo.backends.zo.replay_log import CAPACITY
 from ds_zo.checkpoint import older_base
 from ds_zo.checkpoint.errors import CheckpointError, reading_content
@@ -64,6 +65,8 @@ class ZOCheckpoint:
         omitted = {p.name for u in units for p in u.placed if omit_frozen and not p.parameter.requires_grad}
         base = set(block_store.base) if omit_base else set()
         omitted |= base
+        for unit in units:
+            check_whole(unit)
         if not hold:  # `_weights_file` waits for each unit's download
             block_store.streams.compute.synchronize()
         state = {**self.facts(), "omitted": sorted(omitted), "rows": block_store.log.rows.cpu().clone()}

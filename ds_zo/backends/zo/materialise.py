@@ -33,7 +33,7 @@ from ds_zo.streaming.fold_schedule import due
 from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.slot import Slot
-from ds_zo.streaming.units import Unit
+from ds_zo.streaming.units import PARTLY_FOLDED, Unit
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,7 @@ class Materialiser:
 
     def pending(self, unit: Unit) -> int:
         """Number of updates that the unit's stored weights do not include yet."""
+        check_whole(unit)
         return self.log.length - unit.version if unit.trainable else 0
 
     def _to_replay(self, unit: Unit) -> tuple[ReplayLog, int]:
@@ -275,12 +276,17 @@ class Materialiser:
             planes, stored, pending = stored, None, 0
         with interrupts.deferred() if fold else nullcontext():  # see [Note: whole steps]
             updates = log.newest(pending)
-            self._apply(unit, planes, stored=stored, outs=outs, pair=pair, index=index, updates=updates, fold=fold)
-            if fold:
-                if slot is None:
-                    unit.folded(self.log.length)
-                if slot is not None or unit.low_streamed:
-                    self.runtime.written(unit, slot)
+            try:
+                self._apply(unit, planes, stored=stored, outs=outs, pair=pair, index=index, updates=updates, fold=fold)
+                if fold:
+                    if slot is None:
+                        unit.folded(self.log.length)
+                    if slot is not None or unit.low_streamed:
+                        self.runtime.written(unit, slot)
+            except BaseException:
+                if fold and slot is None:  # the fold was made in place
+                    unit.folded(PARTLY_FOLDED)
+                raise
 
     def _acquire(self, unit: Unit) -> None:
         """Makes the unit the active one. Its stored bytes are then on the device."""
@@ -440,3 +446,12 @@ class Materialiser:
                 copies = ops.Copies(out, pair_out, scale=sign * self.perturbation.zo_eps)
             table = part.table(self.device)
             ops.replay_perturb(source[i], table=table, noise=noise, pending=updates, store=store, copies=copies)
+
+
+def check_whole(unit: Unit) -> None:
+    """Raises if a fold of the unit in place was broken off: nothing tells which of its weights include the updates."""
+    if unit.version == PARTLY_FOLDED:
+        raise RuntimeError(
+            f"stored weights must include updates as a whole, got a part of the last ones in {unit.name}, because an "
+            "error broke off their update: load the last checkpoint"
+        )

@@ -12,6 +12,7 @@ import random
 from collections import UserDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,6 @@ from torch import nn
 
 from ds_zo import ops
 from ds_zo.backends.zo.block_store import ZOBlockStore
-from ds_zo.backends.zo.materialise import Materialiser
 from tests.helpers.mezo_reference import PlainMeZO, loss_on
 from tests.helpers.thread_state import PassingMode, thread_state
 from tests.helpers.tiny_models import tiny_batch, tiny_model
@@ -35,6 +35,7 @@ from tests.helpers.zo_runs import (
     FunctionalTie,
     Recorder,
     Toy,
+    break_off,
     close,
     engine_for,
     log_lines,
@@ -353,16 +354,47 @@ def test_a_fold_that_breaks_off_is_as_if_it_had_not_been(monkeypatch: pytest.Mon
     undisturbed, engine = engine_for(Toy().bfloat16(), json), engine_for(Toy().bfloat16(), json)
     expected = train(undisturbed, toy_batches(5))
     losses = train(engine, toy_batches(5)[:3])
-    apply = Materialiser._apply
-
-    def breaks_off(self: Any, *args: Any, **kwargs: Any) -> None:
-        apply(self, *args, **kwargs)
-        raise KeyboardInterrupt
-
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Materialiser, "_apply", breaks_off)
+        break_off(patch, KeyboardInterrupt())
         engine.backend.block_store.materialiser.fold_now(*engine.backend.block_store.placement.blocks)
     losses += train(engine, toy_batches(5)[3:])
+    assert losses == expected
+    assert_equal(weights(engine.module), weights(undisturbed.module))
+
+
+class WideNorms(Toy):
+    """Each block has parameters of two dtypes, which take two launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.bfloat16().blocks:
+            block.norm.float()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), torch.OutOfMemoryError("full")], ids=repr)
+@pytest.mark.parametrize(("num_whole", "name"), [(0, "embed"), (2, "blocks.0"), (3, "blocks.0")])
+def test_a_fold_in_place_that_breaks_off_is_named_until_a_checkpoint_is_loaded(
+    num_whole: int, name: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some weights of the unit include the updates and others do not."""
+    json, batches = zo_json(offload=False), toy_batches(5)
+    undisturbed, engine = engine_for(WideNorms(), json), engine_for(WideNorms(), json)
+    expected = train(undisturbed, batches)
+    losses = train(engine, batches[:3])
+    engine.save_checkpoint(str(tmp_path / "whole"))
+    with monkeypatch.context() as patch, pytest.raises(type(error)):
+        break_off(patch, error, num_whole=num_whole)
+        engine(**batches[3])
+    for use in (
+        lambda: engine(**batches[3]),
+        lambda: engine.step(),
+        lambda: engine.module.state_dict(),
+        lambda: engine.save_checkpoint(str(tmp_path / "partial")),
+    ):
+        with pytest.raises(RuntimeError, match=f"a part of the last ones in {name}, .*: load the last checkpoint"):
+            use()
+    engine.load_checkpoint(str(tmp_path / "whole"))
+    losses += train(engine, batches[3:])
     assert losses == expected
     assert_equal(weights(engine.module), weights(undisturbed.module))
 
