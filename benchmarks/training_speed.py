@@ -19,7 +19,7 @@ from benchmarks.methods import Method, method_of
 from benchmarks.slower_link import slower_link
 from benchmarks.training_case import TrainingCase, random_batch, slow_host_row, with_compiled_blocks
 from ds_zo.backends.adapter.backend import AdapterBackend
-from ds_zo.backends.adapter.streamed import FrozenBlockStore
+from ds_zo.backends.adapter.streamed import StreamedBase
 from ds_zo.backends.lomo.backend import LOMOBackend
 from ds_zo.backends.zo.backend import ZOBackend
 from ds_zo.backends.zo.block_store import ZOBlockStore
@@ -117,10 +117,7 @@ class _Run:
         backend = getattr(self.trainer.engine, "backend", None)
         if isinstance(backend, ZOBackend):
             return backend.block_store
-        if isinstance(backend, LOMOBackend):
-            return backend._block_store
-        base = backend._base if isinstance(backend, AdapterBackend) else None
-        return None if base is None else base.block_store
+        return backend.blocks.store if isinstance(backend, LOMOBackend | AdapterBackend) else None
 
     def batch(self, batch: int, length: int) -> Batch:
         return random_batch(self.model, batch, length, self.where)
@@ -239,8 +236,6 @@ def _of_store(store: BlockStore) -> Row:
     }
     if isinstance(store, ZOBlockStore):
         row |= {"interval": store.interval, "tempo": store.step_time}
-    if isinstance(store, FrozenBlockStore):
-        row["inputs_gb"] = 0.0 if store.host_inputs is None else store.host_inputs.nbytes / 1e9
     return row
 
 
@@ -256,6 +251,9 @@ def _of_backend(run: _Run, measured: Row) -> Row:
         row |= {"placement": run.trainer.engine.backend.describe(), "up_gbps": _up_gbps(store, run.where)}
         if row["up_gbps"] is not None:
             row["link_busy"] = measured["up_gb_a_step"] / row["up_gbps"] / measured["step_s"]
+    blocks = getattr(getattr(run.trainer.engine, "backend", None), "blocks", None)
+    if isinstance(blocks, StreamedBase):
+        row["inputs_gb"] = 0.0 if blocks.host_inputs is None else blocks.host_inputs.nbytes / 1e9
     if lsp is not None:
         row |= lsp.footprint()
         if lsp.biases:

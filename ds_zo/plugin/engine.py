@@ -41,7 +41,6 @@ from torch.utils.hooks import RemovableHandle
 from ds_zo import versions
 from ds_zo.backends import Backend, StepOutcome
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
-from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.common.plain_copies import weakly
 from ds_zo.checkpoint.files import hash_json
 from ds_zo.checkpoint.writer import BackgroundWriter
@@ -57,6 +56,7 @@ from ds_zo.plugin.replaced_methods import refuse_resizing, replace_zero_grad
 from ds_zo.plugin.startup import ModelFacts, log_start
 from ds_zo.plugin.throughput import EventTimer
 from ds_zo.records.environment import host_peak_gb
+from ds_zo.streaming.interrupts import interrupts
 from ds_zo.streaming.loading import read_all
 
 ENGINE_SIGNATURE = inspect.signature(DeepSpeedEngine.__init__)

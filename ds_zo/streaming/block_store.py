@@ -18,6 +18,7 @@ from ds_zo.streaming.allocator import AllocatorRetryCheck
 from ds_zo.streaming.budget import Needed, check_fits, release_cached_memory, residents_after_a_step
 from ds_zo.streaming.device_shards import DeviceShards
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.interrupts import interrupts
 from ds_zo.streaming.loading import reader_of, source_of
 from ds_zo.streaming.node import Node, RankPartition
 from ds_zo.streaming.placement import Placement, evenly_spaced, move_buffers, place_units
@@ -26,7 +27,8 @@ from ds_zo.streaming.runtime import BeforeOverwrite, Runtime
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.streams import streams_for
 from ds_zo.streaming.transport import GatheringTransport, LocalCopy, NodeGather, ShardGather, Transport
-from ds_zo.streaming.units import Unit
+from ds_zo.streaming.units import Unit, UnitState
+from ds_zo.streaming.use import Preparation, Use
 
 
 class BlockStore:
@@ -138,11 +140,11 @@ class BlockStore:
             before_overwrite=before_overwrite,
         )
 
-    def _make_buffers(self) -> None:
+    def make_buffers(self) -> None:
         """Makes the runtime and the backend's own buffers, for the blocks that are streamed now."""
         self._make_runtime()
 
-    def _free_buffers(self) -> None:
+    def free_buffers(self) -> None:
         """Frees the slots and the backend's own buffers."""
         self.runtime.invalidate_slots()
         self.runtime.free_buffers()
@@ -181,7 +183,7 @@ class BlockStore:
         the blocks' host memory only after everything is allocated, so that blocks can return to it."""
         blocks = self.placement.blocks
         while True:
-            self._free_buffers()
+            self.free_buffers()
             torch.cuda.empty_cache()  # so that resident blocks are not put into cached segments that activations used
             moved: list[tuple[Unit, torch.Tensor, torch.Tensor | None]] = []
             low_moves = num_resident == len(blocks) or self.store.num_sharers > 1
@@ -191,7 +193,7 @@ class BlockStore:
                     before = (unit, unit.store_buffer, unit.low_buffer)
                     self._move_to_device(unit, low_moves=low_moves)
                     moved.append(before)
-                self._make_buffers()
+                self.make_buffers()
             except torch.OutOfMemoryError as error:
                 if not num_resident:
                     raise RuntimeError(
@@ -202,7 +204,7 @@ class BlockStore:
                 reached = min(len(moved), num_resident - max(1, num_resident // 8))
             if reached < num_resident:  # outside the except clause: the error's traceback keeps device tensors alive
                 _put_back(moved)
-                self._free_buffers()
+                self.free_buffers()
             agreed = self.store.smallest(reached)
             if agreed == num_resident:
                 break
@@ -228,6 +230,42 @@ class BlockStore:
         self.store.copy_whole(copy, buffer)
         return copy
 
+    # Uses
+
+    @contextmanager
+    def use(self, unit: Unit, *, prepare: Preparation) -> Iterator[Use]:
+        """Context in which the unit's weights are on the device and its parameters show them. Ctrl-C is deferred."""
+        with interrupts.deferred():
+            self._refuse_nested(unit)
+            use = Use(unit, self.runtime)
+            try:
+                try:
+                    with torch.inference_mode(False), torch.no_grad():
+                        use.open()
+                        prepare.prepare(use)
+                    yield use
+                finally:
+                    prepare.finish(use)
+            except BaseException:
+                use.abandon()
+                raise
+            else:
+                with torch.inference_mode(False), torch.no_grad():
+                    use.release_slot()
+            finally:
+                use.close()
+
+    def _refuse_nested(self, unit: Unit) -> None:
+        """Raises if the memory that the unit's weights need may hold those of another block."""
+        needs_memory = unit.streamed or not unit.viewable
+        for other in self.placement.blocks:
+            if (other is unit and unit.in_use) or (needs_memory and other.state is UnitState.MATERIALISED):
+                raise ValueError(
+                    "a block must not run inside another block, whose weights occupy its memory, got block "
+                    f"{unit.name} inside block {other.name}: name the list whose entries are called whole, or [] for "
+                    "none (ds_zo.stream.blocks)"
+                )
+
     # Stored bytes
 
     def wait(self) -> None:
@@ -249,6 +287,35 @@ class BlockStore:
         yield lambda unit: not unit.streamed or self.store.writes(numbers[id(unit)])
         if meets:
             self.store.barrier()
+
+    def rewritten(self) -> None:
+        """Called by every rank after writes to stored bytes: slots are uploaded again before their next use."""
+        self.runtime.invalidate_slots()
+        self.store.barrier()
+
+    @contextmanager
+    def updating_shard(self, unit: Unit) -> Iterator[torch.Tensor]:
+        """Context in which this rank's shard of a sharded unit may be changed. Yields the bytes of the shard."""
+        with torch.inference_mode(False), torch.no_grad(), self.runtime.updating(unit) as shard:
+            yield shard
+
+    def close(self, *, keep_weights: bool) -> None:
+        """Frees slots and storage. `keep_weights`: the module remains usable, so its weights move to memory of this
+        process. Parameters that are sharded over devices are left without elements, as by DeepSpeed, because no rank
+        has more than a shard of them."""
+        self.wait()
+        for unit in self.placement.blocks if keep_weights else ():
+            if unit.is_sharded:
+                unit.bind(torch.empty(0, dtype=p.parameter.dtype, device=self.device) for p in unit.placed)
+                for placed in unit.placed:
+                    placed.parameter._ds_zo_left = True  # type: ignore[attr-defined]
+            elif isinstance(self.store, SharedStore) and unit.streamed:
+                own = self.store.private(unit.store_buffer)
+                unit.assign_buffers(own, None, streamed=False, low_streamed=False)
+                unit.bind_stored()
+        self.runtime.wait_for_copies()
+        self.runtime.free_buffers()
+        self.store.close()
 
 
 def _put_back(moved: Sequence[tuple[Unit, torch.Tensor, torch.Tensor | None]]) -> None:

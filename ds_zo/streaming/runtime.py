@@ -197,15 +197,12 @@ class Runtime:
         while self._actions and self._actions[0].kind is Kind.LOW_UPLOAD and not self._is_stale:
             self._execute()
 
-    def release(self, unit: Unit, slot: Slot | None, *, download: bool = False) -> None:
+    def release(self, unit: Unit, slot: Slot | None) -> None:
         """Called when the last kernel that uses the unit's slots has been issued. Issues the uploads that waited for
-        the slot. `download`: kernels have changed the slot and `written` was not called."""
-        if download:
-            self.written(unit, slot)
-        else:
-            low = self._stop_using(unit, slot)
-            if low is not None and not self._folds_later(unit):
-                low.expire()
+        the slot."""
+        low = self._stop_using(unit, slot)
+        if low is not None and not self._folds_later(unit):
+            low.expire()
         if slot is not None and not slot.is_current:
             slot.invalidate()
         self._advance()
@@ -408,9 +405,9 @@ class Runtime:
                 self._is_stale = bool(self._actions) and not self.is_collective
 
     def free_buffers(self) -> None:
-        """Frees the slots' buffers now. A reference cycle would otherwise keep them until Python collects garbage."""
+        """Frees the slots' buffers now."""
         for slot in self._all_slots():
-            slot.buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
+            slot.free()
 
     def _all_slots(self) -> list[Slot]:
         return [*self.slots, *self.low_slots]

@@ -30,6 +30,8 @@ class Slot:
         """Number of updates that the bytes include; -1 while unknown."""
         self.in_use = False
         """Of a low slot: kernels of a unit's current use read and change it."""
+        self._views: dict[Unit, list[torch.Tensor]] = {}
+        """By unit: its parameters' views of the buffer, which are made once."""
 
     @property
     def version(self) -> int:
@@ -48,6 +50,12 @@ class Slot:
         for i, saved in enumerate(self.saved):
             if i * length < nbytes:
                 yield slice(i * length, min((i + 1) * length, nbytes)), saved
+
+    def views(self, unit: Unit) -> list[torch.Tensor]:
+        """The unit's stored bytes in the buffer, one tensor for each parameter in `placed` order."""
+        if unit not in self._views:
+            self._views[unit] = unit.views(unit.planes(self.buffer), [None] * len(unit.parts))
+        return self._views[unit]
 
     def take(self, unit: Unit) -> None:
         """Assigns the slot to `unit`, before its upload. The contents are unknown until the whole upload is issued,
@@ -70,3 +78,8 @@ class Slot:
     def invalidate(self) -> None:
         """Marks the slot's contents as different from any unit's `store_buffer`."""
         self.unit, self._version = None, -1
+
+    def free(self) -> None:
+        """Frees the buffer now. A reference cycle would otherwise keep it until Python collects garbage."""
+        self.buffer = torch.empty(0, dtype=torch.uint8, device=self.buffer.device)
+        self._views.clear()

@@ -5,7 +5,7 @@ buffer, `store_buffer`: on the host if the unit is streamed, on the device if it
 plane for each pair of dtype and storage format. Every parameter starts at a multiple of `ALIGN` elements of its plane.
 
 `UnitState` tells what the parameters show. Only the unit itself changes its state and the version of its stored bytes,
-in the methods `bind`, `bind_stored`, `use_in_place`, `leave_in_place`, `folded` and `rewritten`.
+in the methods `bind`, `bind_stored`, `use_in_place`, `leave`, `folded` and `rewritten`.
 
 With split masters ([Note: split masters] in `ops.formats`) a second buffer, `low_buffer`, holds the low plane: the bits
 of the float32 weights that the storage format drops. Only a fold, which applies pending updates to stored weights, and
@@ -277,13 +277,17 @@ class Unit:
     def folded(self, version: int, *, stream: Stream | None = None) -> None:
         """The stored bytes include `version` updates, or will once the work of `stream` is done. `stream`: the stream
         that makes the change, if uploads are on another one."""
+        assert version >= self._version, f"{self.name} includes {self._version} updates already"
+        self._set_version(version, stream)
+
+    def _set_version(self, version: int, stream: Stream | None) -> None:
         self._version = version
         if stream is not None:
             self._written_back = stream.recorded()
 
     def rewritten(self, version: int, *, stream: Stream | None = None) -> None:
         """The stored bytes were replaced by other values, to which the updates from `version` on apply."""
-        self.folded(version, stream=stream)
+        self._set_version(version, stream)
 
     def assign_buffers(
         self,
@@ -372,13 +376,16 @@ class Unit:
         return self._state is not UnitState.STORED
 
     def use_in_place(self) -> None:
-        """Marks a resident unit as in use, until `leave_in_place`. Its parameters stay as they are."""
+        """Marks a resident unit as in use, until `leave`. Its parameters stay as they are."""
         assert self._state is UnitState.STORED, f"{self.name} is in use"
         self._state = UnitState.IN_PLACE
 
-    def leave_in_place(self) -> None:
+    def leave(self) -> None:
+        """Ends a use, in place or not."""
         if self._state is UnitState.IN_PLACE:
             self._state = UnitState.STORED
+        else:
+            self.bind_stored()
 
     def bind(self, views: Iterable[torch.Tensor]) -> None:
         """Sets the parameters' `.data` to `views` (in `placed` order) and marks the unit as materialised."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ds_zo
-from ds_zo.backends.common.interrupts import Interrupts
+from ds_zo.streaming.interrupts import Interrupts
 from tests.helpers.equivalence_runs import on_device
 from tests.helpers.lomo_runs import config_for, start, streamed
 from tests.helpers.weights import parameters_of
@@ -111,7 +111,8 @@ def test_an_update_is_made_once_and_whole(kind: str, tmp_path: Path) -> None:
 
 CONTEXTS = (
     "recompute/blocks.py",
-    "recompute/block_store.py",
+    "streaming/block_store.py",
+    "streaming/use.py",
     "autograd/graph.py",
     "autograd/grad_mode.py",
     "autocast_mode.py",

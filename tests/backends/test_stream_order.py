@@ -77,8 +77,7 @@ def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def buffers_in(engine: Any) -> Callable[[], Iterator[Buffer]]:
     """Those of the engine's runtime, whichever backend it has."""
-    owner = getattr(engine.backend, "_streamed", engine.backend)
-    store = getattr(owner, "block_store", None) or owner._block_store
+    store = getattr(engine.backend, "block_store", None) or engine.backend.blocks.store
     return lambda: buffers_of(store.runtime)
 
 
@@ -324,7 +323,7 @@ def test_lsp_orders_what_touches_the_same_bytes(case: str, is_slow: bool, monkey
     engine: Any = start_with(ClockedAdam(monkeypatch, is_slow=is_slow), Toy().train(), monkeypatch, **LSP[case])
     backend = engine.backend
     sources = [partial(buffers_of_groups, backend._groups)]
-    if backend._streamed is not None:
+    if backend.blocks.is_streamed:
         sources.append(buffers_in(engine))
     with Races(*sources) as races:
         train_lsp(engine)

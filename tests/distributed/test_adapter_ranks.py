@@ -45,8 +45,8 @@ def run(*, stage=0, save=None, load=None, first=0, **more):
         if save is not None and step == 1:
             engine.save_checkpoint(str(folder / save))
     found = {"state": weights(engine.module), "norms": norms}
-    if engine.backend._base is not None:
-        found["host"] = engine.backend._base.block_store.store.nbytes
+    if engine.backend.blocks.is_streamed:
+        found["host"] = engine.backend.blocks.store.store.nbytes
     engine.destroy()
     return found
 

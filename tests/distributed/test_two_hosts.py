@@ -43,7 +43,7 @@ model = Toy()
 with torch.no_grad():
     model.head.weight.add_(rank)  # the first rank's weights count
 lomo = deepspeed.initialize(model=model, config=config)[0]
-assert lomo.backend._block_store.shards.partition.size == 2
+assert lomo.backend.blocks.store.shards.partition.size == 2
 for batch in toy_batches(2, size=2):
     lomo.backward(lomo(batch["ids"][rank : rank + 1]))
     lomo.step()

@@ -57,7 +57,7 @@ def batch_of(size: int, *, seed: int, on: Any) -> dict[str, torch.Tensor]:
 
 def stored_nbytes(engine: Any) -> dict[str, int]:
     """What this rank keeps of streamed or sharded blocks, and how large they are."""
-    block_store = engine.backend._block_store
+    block_store = engine.backend.blocks.store
     if block_store is None:
         return {"kept": 0, "blocks": 0}
     cut = [p for block in block_store.placement.blocks if block.is_sharded for p in block.module.parameters()]
@@ -224,7 +224,7 @@ def wire(rank: int) -> dict[str, Any]:
     for name, config in {**whole, **sharded}.items():
         engine = start(config, lively("llama"))
         _step(engine, 0)  # agrees on the order of buckets
-        watch, block_store = Watch(engine.backend._passes), engine.backend._block_store
+        watch, block_store = Watch(engine.backend._passes), engine.backend.blocks.store
         gathered = 0 if block_store is None else block_store.transport.bytes_wire
         with counted() as counts:
             _step(engine, 1)

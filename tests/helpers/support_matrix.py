@@ -109,9 +109,7 @@ def config_of(backend: str, placement: str) -> dict[str, Any]:
 
 def uploaded_bytes(backend: Any) -> int:
     """Bytes of blocks that were copied from the host to the device. 0 if no block is streamed."""
-    parts = (getattr(backend, name, None) for name in ("_streamed", "_base"))  # of LSP and of Adapter
-    owner = next(filter(None, parts), backend)
-    store = getattr(owner, "block_store", None) or getattr(owner, "_block_store", None)
+    store = getattr(backend, "block_store", None) or backend.blocks.store
     return 0 if store is None else store.runtime.transport.bytes_up
 
 

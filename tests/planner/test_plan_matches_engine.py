@@ -145,7 +145,7 @@ def test_streamed_lomo_takes_and_moves_the_planned_bytes(kind: Any) -> None:
     estimate = {"LOMO": estimate_lomo, "AdaLOMO": estimate_adalomo}[kind]
     plan = estimate(planned("llama", **DEEP), Limits(), stream=StreamConfig(**stream), offload=True)
     engine = start("llama", kind, shape=DEEP, **streams(stream))
-    block_store = engine.backend._block_store
+    block_store = engine.backend.blocks.store
     assert_stored_as_planned(plan, block_store)
     one_step(engine)
     assert_moves_as_planned(plan, engine, block_store.runtime)
@@ -176,7 +176,7 @@ def test_streamed_lsp_takes_and_moves_the_planned_bytes(resident: int) -> None:
     more = {"zero_optimization": zero, "ds_zo": plan.config["ds_zo"]}
     engine = start("llama", "LSP", own, shape=DEEP, **more)
     backend = engine.backend
-    block_store = backend._streamed.block_store
+    block_store = backend.blocks.store
     assert_stored_as_planned(plan, block_store)
     assert plan.host["states"] == sum(m.num_bytes for group in backend._groups.on_host for m in group.moments)
     assert plan.host["payload"] == pytest.approx(backend._groups.store.nbytes, rel=0.02)
@@ -193,11 +193,11 @@ def test_adapter_takes_the_planned_bytes_on_both_sides() -> None:
     section["ds_zo"]["backend"] = "adapter"
     engine = start(model, "AdamW", dtype="bf16", **section)
     one_step(engine)
-    store = engine.backend._base.block_store
+    store = engine.backend.blocks.store
     assert_stored_as_planned(plan, store)
-    assert plan.device["scratch"] == store._scratch.numel()
+    assert plan.device["scratch"] == engine.backend.startup_summary().device_bytes["scratch"]
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     assert plan.device["adapters"] == trained + engine.backend._trained.nbytes
     moments = [state[key] for state in engine.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     assert plan.device["states"] == sum(moment.nbytes for moment in moments)
-    assert plan.host["activations"] >= store.host_inputs.nbytes > 0
+    assert plan.host["activations"] >= engine.backend.blocks.host_inputs.nbytes > 0

@@ -33,7 +33,9 @@ def visit(runtime: Runtime, unit: Unit, *, update: bool = False, download: bool 
     if update:
         slot.buffer[: unit.nbytes] += 1
         slot.updated(slot.version + 1)
-    runtime.release(unit, slot, download=download)
+    if download:
+        runtime.written(unit, slot)
+    runtime.release(unit, slot)
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 3, 4, 9])
@@ -108,7 +110,9 @@ def test_skipped_repeated_and_reordered_blocks_are_right(num_slots: int) -> None
                 if sent_back:
                     value[id(unit)] = new
                     downloads.remove(unit)
-            runtime.release(unit, slot, download=sent_back)
+            if sent_back:
+                runtime.written(unit, slot)
+            runtime.release(unit, slot)
         if announced or rng.random() < 0.5:
             runtime.finish()
     assert [int(u.store_buffer[0]) for u in units] == [value[id(u)] for u in units]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_zo.backends.adapter.base import FrozenBase
+from ds_zo.backends.adapter.module_state import FrozenModuleState
 from ds_zo.backends.adapter.streamed import StreamedBase
 from ds_zo.backends.adapter.trained import (
     AdapterParameters,
@@ -36,6 +37,7 @@ from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_cau
 from ds_zo.backends.common.full_parameters import ResidentParameters
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.recompute.backend import RecomputedBackend
+from ds_zo.backends.recompute.model_blocks import ModelBlocks, OneBackward
 from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.snapshot import Snapshot
@@ -48,6 +50,8 @@ from ds_zo.streaming.node import use_world_timeout
 
 class AdapterBackend(RecomputedBackend):
     """Calls `step()` of a real optimizer. See this module's docstring."""
+
+    module_state: FrozenModuleState | None = None
 
     def __init__(
         self,
@@ -70,20 +74,22 @@ class AdapterBackend(RecomputedBackend):
         self._caches = Caches(module)
         self._models_with_causal_loss = models_with_causal_loss(module)
         chosen = resident_ids(module, self.param_groups)
-        self._base: StreamedBase | None = None
+        self.blocks: ModelBlocks = ModelBlocks(module, device=device)
         if self.places_parameters(config):
-            self._base = StreamedBase(
+            self.blocks = StreamedBase(
                 module, config, param_groups=self.param_groups, device=device, process_group=process_group
             )
+        self._passes = OneBackward(self.blocks)
+        self.blocks.wrap(self._passes)
         self._trained = AdapterParameters(module, optimizer, chosen=chosen, process_group=process_group)
-        if self._base is not None:
-            self.module_state = self._base.state
-            self._base.state.master_of = self._trained.master_of
-        resident = [p for p in module.parameters() if self._base is None and p.is_floating_point()]
+        if isinstance(self.blocks, StreamedBase):
+            self.module_state = self.blocks.state
+            self.blocks.state.master_of = self._trained.master_of
+        resident = [p for p in module.parameters() if not self.blocks.is_streamed and p.is_floating_point()]
         self._resident_parameters = ResidentParameters(
             resident, read=self._trained.read_full, write=self._trained.write_full
         )
-        self._frozen_base = FrozenBase(module, self._base)
+        self._frozen_base = FrozenBase(module, self.blocks)
         if dist.is_initialized() and dist.get_world_size(process_group) > 1:
             use_world_timeout(process_group, device)
         self._warn()
@@ -107,7 +113,7 @@ class AdapterBackend(RecomputedBackend):
         )
 
     def _warn(self) -> None:
-        if self._base is not None and not self._base.block_store.placement.blocks and self.config.trains:
+        if self.blocks.is_streamed and not self.blocks.units and self.config.trains:
             warn(
                 "no block has a frozen parameter, so no block is streamed and the whole model is on the device: freeze "
                 "the base model (PEFT does), or remove zero_optimization.offload_param"
@@ -119,14 +125,12 @@ class AdapterBackend(RecomputedBackend):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. A backward may follow also in evaluation mode, as for a model of `from_pretrained`."""
-        checked = nullcontext() if self._base is None else self._base.block_store.forward_checked()
-        with self.plain_parameters(), checked:
+        with self.plain_parameters(), self.blocks.forward(kwargs):
             if not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)
             with (
                 losses_in_chunks(self._models_with_causal_loss),
-                self._caches.off() if self.module.training or self._base is not None else nullcontext(),
-                self._base.forward_pass(kwargs) if self._base is not None and self.module.training else nullcontext(),
+                self._caches.off() if self.module.training or self.blocks.is_streamed else nullcontext(),
             ):
                 return self.module(*args, **kwargs)
 
@@ -134,10 +138,7 @@ class AdapterBackend(RecomputedBackend):
         self._trained.check_groups()
         self._trained.share_gradients()
         scaled = loss if self._scaler is None else loss.float() * self._scaler.scale
-        with (
-            self.plain_parameters(),
-            nullcontext() if self._base is None else self._base.backward_pass(retain_graph=retain_graph),
-        ):
+        with self.plain_parameters(), self._passes.run(retain_graph=retain_graph):
             scaled.backward(retain_graph=retain_graph)
         self._trained.share_gradients()
 
@@ -162,8 +163,8 @@ class AdapterBackend(RecomputedBackend):
             self._scaler.publish(self.optimizer, overflow=overflow)
         self._num_applied += finite
         # The first step makes the optimizer's states, which only later backward passes have beside them.
-        if self._base is not None and self._num_applied > 1:
-            self._base.block_store.fill_device()
+        if self._num_applied > 1:
+            self.blocks.fill_device()
         return StepOutcome(applied=finite, grad_norm=norm, advance_schedule=not overflow)
 
     def zero_grad(self) -> None:
@@ -240,10 +241,10 @@ class AdapterBackend(RecomputedBackend):
             self.optimizer.load_state_dict(optimizer)
 
     def frozen_unread(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._base is None else self._base.state.frozen_undecoded()
+        return nullcontext() if self.module_state is None else self.module_state.frozen_undecoded()
 
     def read_stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        return value.cpu() if self._base is None else self._base.state.read_stored(name, value)
+        return value.cpu() if self.module_state is None else self.module_state.read_stored(name, value)
 
     # Description
 
@@ -254,11 +255,10 @@ class AdapterBackend(RecomputedBackend):
         return f"{len(self._trained)} trained tensors by {type(self.optimizer).__name__}, {clips}{scaling}"
 
     def describe(self) -> str:
-        lines = [] if self._base is None else [self._base.block_store.describe()]
-        return "\n".join([*lines, f"ds_zo: {self._describe_step()}"])
+        return "\n".join([*self.blocks.describe(), f"ds_zo: {self._describe_step()}"])
 
     def startup_summary(self) -> StartupSummary:
-        base = super().startup_summary() if self._base is None else self._base.block_store.startup_summary()
+        base = self.blocks.startup_summary()
         device_bytes = {**base.device_bytes}
         if self._trained.nbytes:
             device_bytes["float32 masters"] = self._trained.nbytes
@@ -268,8 +268,7 @@ class AdapterBackend(RecomputedBackend):
     def close(self) -> None:
         self._trained.return_to_optimizer()
         self._resident_parameters.close()
-        if self._base is not None:
-            self._base.close()
+        self.blocks.close()
 
 
 def _refuse_foreign_quantisation(module: nn.Module) -> None:

@@ -19,6 +19,7 @@ from ds_zo.backends.common.frozen_base import (
     refuse_base,
     sums_of_units,
 )
+from ds_zo.backends.recompute.model_blocks import ModelBlocks
 from ds_zo.checkpoint import older_base
 from ds_zo.checkpoint.layout import host_tensors
 
@@ -26,10 +27,10 @@ from ds_zo.checkpoint.layout import host_tensors
 class FrozenBase:
     """Describes the frozen parameters of a model."""
 
-    def __init__(self, module: nn.Module, base: StreamedBase | None) -> None:
-        """`base`: None: the parameters are on the device."""
+    def __init__(self, module: nn.Module, blocks: ModelBlocks) -> None:
         self._module = module
-        self._base = base
+        self._base = blocks if isinstance(blocks, StreamedBase) else None
+        """None: the parameters are on the device."""
 
     def description(self) -> dict[str, Any]:
         return self._describe({name for name, p in self._module.named_parameters() if not p.requires_grad})
@@ -39,7 +40,7 @@ class FrozenBase:
             own = {name: p for name, p in self._module.named_parameters() if name in names}
             sums = {name: ops.value_sum(p) for name, p in own.items()}
         else:
-            units = self._base.block_store.placement.units
+            units = self._base.store.placement.units
             sums = sums_of_units(units, names, may_be_changed=self._base.state.may_be_changed)
         return describe_base(self._module, sums, self._formats(names))
 
@@ -47,7 +48,7 @@ class FrozenBase:
         if self._base is None:
             own = (p for name, p in self._module.named_parameters() if name in names)
             return {str(p.dtype).removeprefix("torch.") for p in own}
-        parts = (part for unit in self._base.block_store.placement.units for part in unit.parts)
+        parts = (part for unit in self._base.store.placement.units for part in unit.parts)
         return {part.stored_as for part in parts if any(p.name in names for p in part.placed)}
 
     def check(self, saved: Mapping[str, Any], *, folder: Path) -> None:
@@ -69,7 +70,7 @@ class FrozenBase:
         if self._base is None:
             return {name: {name: p.detach().cpu()} for name, p in self._module.named_parameters() if name in names}
         found: dict[str, dict[str, torch.Tensor]] = {}
-        for unit in self._base.block_store.placement.units:
+        for unit in self._base.store.placement.units:
             own = {p.name: p.parameter.detach().cpu() for p in unit.placed} if is_own_storage(unit) else None
             for name, value in (host_tensors(unit) if own is None else own).items():
                 if (parameter := name.partition(":")[0]) in names:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ds_zo.backends.adapter.trained import with_low_bits
-from ds_zo.backends.recompute.block_store import RecomputedBlockStore
 from ds_zo.backends.recompute.module_state import RecomputedModuleState
+from ds_zo.backends.recompute.recomputation import Recomputation
 from ds_zo.records.environment import host_free_bytes
 from ds_zo.streaming.loading import forget_source, has_source, put_back
 from ds_zo.streaming.units import PlacedParameter, Unit
@@ -22,12 +22,12 @@ _ROOM = 3
 class FrozenModuleState(RecomputedModuleState):
     """Access by name to the weights of a frozen base. Encoded weights are decoded when they are read."""
 
-    def __init__(self, block_store: RecomputedBlockStore, module: nn.Module) -> None:
+    def __init__(self, recomputation: Recomputation, module: nn.Module) -> None:
         self.master_of: Callable[[nn.Parameter], torch.Tensor | None] = lambda parameter: None
         """Returns the float32 master of a trained parameter, which a caller may change. None: it has none."""
         self._changed: set[int] = set()
         """Ids of units whose stored bytes were written to, or handed out where a user may write to them."""
-        super().__init__(block_store, module)
+        super().__init__(recomputation, module)
 
     def refresh(self, parameter: nn.Parameter) -> None:
         super().refresh(parameter)
@@ -44,7 +44,7 @@ class FrozenModuleState(RecomputedModuleState):
 
     def _copy_whole(self, unit: Unit) -> dict[int, torch.Tensor]:
         _check_host_memory(unit)
-        with self._block_store.materialise(unit):
+        with self._use(unit):
             return {id(p.parameter): p.parameter.detach().to("cpu", copy=True) for p in unit.placed}
 
     def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:

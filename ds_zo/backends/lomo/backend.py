@@ -51,11 +51,9 @@ from ds_zo.backends.lomo.state import check_saved_states, load_saved_states, sav
 from ds_zo.backends.lomo.updates import SGD, Updater, UpdateRule
 from ds_zo.backends.lomo.window import AccumulationWindow
 from ds_zo.backends.recompute.backend import RecomputedBackend
-from ds_zo.backends.recompute.block_store import RecomputedBlockStore
-from ds_zo.backends.recompute.blocks import BlockConsumer, RecomputedBlock, refuse_router_logits
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, is_compiled, run_backward_twice
+from ds_zo.backends.recompute.model_blocks import RecomputedBlocks, make_blocks
 from ds_zo.backends.recompute.module_state import RecomputedModuleState
-from ds_zo.backends.recompute.wrapping import forward_pass, wrap_blocks
 from ds_zo.config import LOMOParams, Resolved
 from ds_zo.optim import LossScaler
 from ds_zo.streaming.allocator import warn_of_fragmentation
@@ -93,16 +91,18 @@ class LOMOBackend(RecomputedBackend):
         self._window = AccumulationWindow(
             SkippedUpdates(device), accumulation=self.settings.accumulation, params_at=config.params_at
         )
-        self._block_store = None
-        if self.places_parameters(config):
-            self._block_store = RecomputedBlockStore(
-                module, config, param_groups=self.param_groups, device=device, process_group=process_group
-            )
         self._models_with_causal_loss = models_with_causal_loss(module)
         self._caches = Caches(module)
         self._compiler = BlockCompiler(backward_twice=self._two_passes) if config.section.compile_blocks else None
-        if self._compiler is not None and self._block_store is None:
-            self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
+        self.blocks = make_blocks(
+            module,
+            config,
+            is_streamed=self.places_parameters(config),
+            param_groups=self.param_groups,
+            device=device,
+            process_group=process_group,
+            compiler=self._compiler,
+        )
         self._parameter_states = make_parameter_states(module, config, clips_by_layer=self._clips_by_layer)
         self._known_parameters = KnownParameters(module, (state.parameter for state in self._parameter_states))
         self._foreign_leaves = ForeignLeaves(module.parameters()) if self._two_passes else None
@@ -113,13 +113,13 @@ class LOMOBackend(RecomputedBackend):
             window=self._window,
             two_passes=self._two_passes,
             layer_clipping=config.gradient_clipping if self._clips_by_layer else None,
-            block_store=self._block_store,
-            wrap_blocks=self._wrap_blocks,
+            blocks=self.blocks,
             make_reducer=self._make_reducer,
         )
         self._publish_scale(overflow=False)
-        self.module_state = None if self._block_store is None else RecomputedModuleState(self._block_store, module)
-        resident = self._parameter_states if self._block_store is None else []
+        if isinstance(self.blocks, RecomputedBlocks):
+            self.module_state = RecomputedModuleState(self.blocks.recomputation, module)
+        resident = [] if self.blocks.is_streamed else self._parameter_states
         full = FullWeights(resident, keeps_residues=config.section.rounding == "kahan")
         self._resident_parameters = ResidentParameters(full.parameters, read=full.read, write=full.write)
         self._warn()
@@ -135,25 +135,19 @@ class LOMOBackend(RecomputedBackend):
             for group in optimizer.param_groups:  # under the name that torch's schedulers use, before one changes it
                 group.setdefault("initial_lr", group["lr"])
 
-    def _wrap_blocks(self, consumer: BlockConsumer) -> list[RecomputedBlock]:
-        """Empty where blocks are not streamed."""
-        if self._block_store is None:
-            return []
-        return wrap_blocks(self.module, self._block_store, consumer=consumer, compiler=self._compiler)
-
     def _make_reducer(self, consumer: GradientConsumer) -> Reducer:
         if not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
             return LocalReducer(consumer)
         use_world_timeout(self.process_group, self.device)
         blocks = list(find_blocks(self.module, self.config.section.stream.blocks).values())
         in_shards = self.rule.is_elementwise and not self._clips_by_layer
-        shards = self._block_store.shards if self._block_store is not None and in_shards else None
+        shards = self.blocks.shards if in_shards else None
         return GradientReducer(
             buckets_of(self.module, blocks, self._parameter_states, shards=shards),
             process_group=self.process_group,
             device=self.device,
             consumer=consumer,
-            blocks_first=self._block_store is not None and self._block_store.is_sharded,
+            blocks_first=self.blocks.is_sharded,
         )
 
     def _warn(self) -> None:
@@ -165,7 +159,7 @@ class LOMOBackend(RecomputedBackend):
                 f"ds_zo: clipping by value changes the direction of large steps; at lr {max(lrs):g} (1e-3 or more) "
                 f"prefer gradient_clipping ({self.config.params_at}.clip_grad_value)"
             )
-        if self._block_store is not None:
+        if self.blocks.is_streamed:
             warn_of_fragmentation(self.device, budget_gb=self.config.section.stream.device_memory_gb)
         if self.settings.adapter is None:
             return
@@ -193,21 +187,16 @@ class LOMOBackend(RecomputedBackend):
             return self.module(*args, **kwargs)
         self._window.end_bare()
         num_tries = self._window.num_tries
-        store, trains = self._block_store, self.module.training
-        if store is not None:
-            refuse_router_logits(self.module, kwargs)
+        trains = self.module.training
         if trains:
             self._known_parameters.check()
             self._passes.reducer.drop()  # buckets of a direct `loss.backward()` that raised
-        makes_no_caches = trains or store is not None or self._compiler is not None
+        makes_no_caches = trains or self.blocks.is_streamed or self._compiler is not None
         with (
             run_backward_twice() if self._two_passes else nullcontext(),
             losses_in_chunks(self._models_with_causal_loss),
             self._caches.off() if makes_no_caches else nullcontext(),
-            forward_pass(store, self._passes.blocks, store.start_forward)
-            if store is not None and trains
-            else nullcontext(),
-            nullcontext() if store is None else store.forward_checked(),
+            self.blocks.forward(kwargs),
         ):
             output = self.module(*args, **kwargs)
         self._passes.watch_graph((args, kwargs), output, num_tries=num_tries)
@@ -256,8 +245,7 @@ class LOMOBackend(RecomputedBackend):
 
     def step(self) -> StepOutcome:
         outcome = self._window.step()
-        if self._block_store is not None:
-            self._block_store.fill_device()
+        self.blocks.fill_device()
         return outcome
 
     def zero_grad(self) -> None:
@@ -317,11 +305,12 @@ class LOMOBackend(RecomputedBackend):
         return f"{passes} per step, {clipping}{scaling}{adapters}"
 
     def describe(self) -> str:
-        lines = [] if self._block_store is None else [self._block_store.describe()]
-        return "\n".join([*lines, f"ds_zo: {self._describe_passes()}", *self._passes.reducer.describe()])
+        return "\n".join(
+            [*self.blocks.describe(), f"ds_zo: {self._describe_passes()}", *self._passes.reducer.describe()]
+        )
 
     def startup_summary(self) -> StartupSummary:
-        base = super().startup_summary() if self._block_store is None else self._block_store.startup_summary()
+        base = self.blocks.startup_summary()
         added = ["activations", "gradients"]
         if self.rule.has_moments or any(state.is_adapter for state in self._parameter_states):
             added.append("moments")
@@ -336,8 +325,7 @@ class LOMOBackend(RecomputedBackend):
 
     def close(self) -> None:
         self._passes.close()
+        self.blocks.close()
         self._resident_parameters.close()
-        if self._compiler is not None:
-            self._compiler.close()
         if self.module_state is not None:
             self.module_state.close()

@@ -26,9 +26,8 @@ from ds_zo.backends.lomo.parameters import Layer, ParameterState, link_blocks
 from ds_zo.backends.lomo.reducer import Reducer
 from ds_zo.backends.lomo.updates import Updater
 from ds_zo.backends.lomo.window import AccumulationWindow, WindowState
-from ds_zo.backends.recompute.block_store import RecomputedBlockStore
-from ds_zo.backends.recompute.blocks import BlockCall, BlockConsumer, RecomputedBlock
-from ds_zo.backends.recompute.wrapping import backward_order
+from ds_zo.backends.recompute.blocks import BlockCall, RecomputedBlock
+from ds_zo.backends.recompute.model_blocks import ModelBlocks
 
 _NORM_FLOOR = 1e-6
 """Added to a norm before the clipping threshold is divided by it."""
@@ -55,8 +54,7 @@ class BackwardPasses:
         window: AccumulationWindow,
         two_passes: bool,
         layer_clipping: float | None,
-        block_store: RecomputedBlockStore | None,
-        wrap_blocks: Callable[[BlockConsumer], list[RecomputedBlock]],
+        blocks: ModelBlocks,
         make_reducer: Callable[[GradientConsumer], Reducer],
     ) -> None:
         """`two_passes`: see [Note: two passes]. `layer_clipping`: the largest norm of a layer's gradients. None: they
@@ -66,7 +64,7 @@ class BackwardPasses:
         self._window = window
         self._two_passes = two_passes
         self._layer_clipping = layer_clipping
-        self._block_store = block_store
+        self._blocks = blocks
         self._layers = list({id(s.layer): s.layer for s in states if s.layer is not None}.values())
         self._layer_norms: list[torch.Tensor] = []
         """Norms of the layers updated in this pass."""
@@ -81,9 +79,8 @@ class BackwardPasses:
         """Scalar on the device by which gradients are multiplied to clip and unscale them. None: one."""
         self.scale = 1.0
         """The loss scale of the running pass."""
-        self.blocks = wrap_blocks(self)
-        """The streamed blocks. Empty where blocks are not streamed."""
-        link_blocks(states, self.blocks)
+        blocks.wrap(self)
+        link_blocks(states, blocks.wrapped)
         self.reducer = make_reducer(self)
         self._handles = [self._hook(state) for state in states]
 
@@ -105,11 +102,9 @@ class BackwardPasses:
         return handle
 
     def close(self) -> None:
-        """Removes the hooks, and restores the forwards of streamed blocks."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
-        for block in self.blocks:
-            block.close()
 
     # A pass
 
@@ -123,15 +118,13 @@ class BackwardPasses:
         for layer in self._layers:
             layer.num_expected = sum(map(self._updater.trains, layer.states))
         try:
-            if self._block_store is not None and is_wanted:
-                trained = [b.unit for b in self.blocks if any(map(self._updater.trains, b.parameter_states))]
-                order, downloads = backward_order(self.blocks), () if measures else trained
-                self._block_store.start_backward(order, downloads=downloads, repeats=measures)
-            elif self._block_store is not None:
-                self._block_store.runtime.start((), then=())
             if is_wanted:
+                trained = [b.unit for b in self._blocks.wrapped if any(map(self._updater.trains, b.parameter_states))]
+                self._blocks.start_backward(downloads=() if measures else trained, repeats=measures)
                 guard = self._window.skipped.loss_guard if measures or not self._two_passes else None
                 self.reducer.begin(self._updater.trains, measures=measures, loss_guard=guard)
+            else:
+                self._blocks.start_empty()
             yield
             for layer in self._layers:
                 self._update_layer(layer)  # a layer that still waits has parameters that this loss does not reach
@@ -151,8 +144,7 @@ class BackwardPasses:
                 state.partial_grad = None
             for layer in self._layers:
                 layer.waiting = []
-            if self._block_store is not None:
-                self._block_store.runtime.finish()
+            self._blocks.finish_pass()
 
     def set_factor(self, norm: float, *, limit: float) -> None:
         """Sets `coef` so that gradients are divided by the loss scale and clipped. `norm`: of all gradients. `limit`:
@@ -204,8 +196,7 @@ class BackwardPasses:
         if grad is not None and grad.layout is not torch.strided:
             grad = grad.to_dense()  # the gradient of an embedding with sparse=True
         if state.block is not None and self._phase is not BackwardPhase.IDLE:
-            assert self._block_store is not None
-            if not self._block_store.is_materialised(state.block.unit):
+            if not state.block.unit.in_use:
                 raise used_outside(state.name)
             if grad is not None and state.partial_grad is not None:
                 grad = state.partial_grad + grad
@@ -237,7 +228,7 @@ class BackwardPasses:
     def _begin_direct_backward(self) -> None:
         """Called for each gradient of a `loss.backward()` that a user calls directly. The first one begins a pass.
         Raises where LOMO needs `engine.backward`."""
-        if self._block_store is not None:
+        if self._blocks.is_streamed:
             raise RuntimeError(_DIRECT_STREAMED)
         if self._two_passes or self._layer_clipping is not None:
             raise RuntimeError(
@@ -290,11 +281,11 @@ class BackwardPasses:
     def _complete_held_blocks(self) -> None:
         """Consumes gradients that blocks still hold at the end of a pass. Such a block also ran in a graph that this
         backward did not reach, and waited for a gradient from there."""
-        for block in self.blocks:
+        for block in self._blocks.wrapped:
             if any(state.partial_grad is not None for state in block.parameter_states):
-                assert self._block_store is not None
-                with self._block_store.materialise(block.unit) as materialised:
-                    materialised.changed = self._complete_block(block)
+                with block.use() as use:
+                    if self._complete_block(block):
+                        use.commit()
 
     # Averaged gradients: the methods of `buckets.GradientConsumer`
 
@@ -318,13 +309,12 @@ class BackwardPasses:
 
     def consume_shards(self, block: RecomputedBlock, shards: Shards, *, guards: Gradients) -> None:
         """Updates this rank's shards of a block's weights. See [Note: gradients in shards]."""
-        assert self._block_store is not None
         guard_of: dict[int, tuple[torch.Tensor]] = {}
         if not self._two_passes:
             for state, guard in guards:
                 self._window.skipped.add(state, guard)
                 guard_of[id(state)] = (guard,)
-        with self._block_store.updating_shard(block.unit) as shard:
+        with block.updating_shard() as shard:
             for state, segment, grad in shards:
                 self._updater.update_shard(
                     state, segment, shard, grad, coef=self.coef, guards=guard_of.get(id(state), ())
@@ -333,23 +323,23 @@ class BackwardPasses:
     def materialised_weights(self, bucket: Bucket) -> AbstractContextManager[None] | None:
         """See `buckets.GradientConsumer`."""
         block = bucket.block
-        if block is None or self._block_store is None or self._block_store.is_materialised(block.unit):
+        if block is None or block.unit.in_use:
             return nullcontext()
-        if self._phase is BackwardPhase.MEASURE and not self._block_store.is_sharded:
+        if self._phase is BackwardPhase.MEASURE and not self._blocks.is_sharded:
             return nullcontext()
         if bucket.in_shards and block.last_pass == self._pass_number:
             return nullcontext()  # shards need no weights, and this rank has taken part in the gather of the block
-        return None if self._block_store.has_materialised else self._materialised(block)
+        return None if any(unit.in_use for unit in self._blocks.units) else self._used(block)
 
     @contextmanager
-    def _materialised(self, block: RecomputedBlock) -> Iterator[None]:
+    def _used(self, block: RecomputedBlock) -> Iterator[None]:
         """Context in which a block's weights are on the device outside of its own backward: its gradients came after
         that backward, or from other ranks only."""
-        assert self._block_store is not None
         block.last_pass = self._pass_number
-        with self._block_store.materialise(block.unit) as materialised:
+        with block.use() as use:
             yield
-            materialised.changed = self._has_changed(block)
+            if self._has_changed(block):
+                use.commit()
 
     # Updates
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_zo.backends.common.backend import Backend, StepOutcome
+from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.plain_copies import weakly
 from ds_zo.backends.common.startup import StartupSummary, nonzero
 from ds_zo.backends.lsp.backward import LSPBackwardPass
@@ -52,15 +53,14 @@ from ds_zo.backends.lsp.state import (
     matrix_states,
     saved_matrices,
 )
-from ds_zo.backends.lsp.streamed import StreamedBlocks, without_caches
+from ds_zo.backends.lsp.streamed import PendingUpdate
+from ds_zo.backends.lsp.streamed_state import StreamedUpdateOnAccessState
 from ds_zo.backends.lsp.weights import UpdateOnAccessState
-from ds_zo.backends.recompute.blocks import refuse_router_logits
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
+from ds_zo.backends.recompute.model_blocks import RecomputedBlocks, make_blocks
 from ds_zo.config import ConfigError, LSPParams, Resolved
 from ds_zo.logs import warn
 from ds_zo.optim.loss_scale import LossScaler
-from ds_zo.streaming.blocks import find_blocks
-from ds_zo.streaming.streams import streams_for
 from ds_zo.streaming.units import Unit
 
 _module_hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
@@ -96,12 +96,20 @@ class LSPBackend(Backend):
             self._scaler.publish(optimizer, overflow=False)
         self._warn_of_ignored_settings()
         self._compiler = BlockCompiler() if config.section.compile_blocks else None
-        self._streamed = self._make_streamed_blocks() if self.places_parameters(config) else None
-        streams = streams_for(device) if self._streamed is None else self._streamed.block_store.streams
+        self._caches = Caches(module)
+        self._pending_update = PendingUpdate(weakly(self._apply_pending_to_unit))
+        self.blocks = make_blocks(
+            module,
+            config,
+            is_streamed=self.places_parameters(config),
+            param_groups=self.param_groups,
+            device=device,
+            preparation=self._pending_update,
+            compiler=self._compiler,
+        )
+        streams = self.blocks.streams
         self.ranks = CollectiveThread(process_group, streams=streams) if world_size > 1 else None
         self._calibration = Calibration(settings, ranks=self.ranks)
-        if self._compiler is not None and self._streamed is None:
-            self._compiler.install(find_blocks(module, config.section.stream.blocks).values())
         self._matrices = find_matrices(module, settings, device=device)
         if settings.projector != "none" and not self.num_projected:
             largest = max((m.parameter.numel() for m in self._matrices if m.parameter.ndim == 2), default=0)
@@ -111,30 +119,33 @@ class LSPBackend(Backend):
                 f"({config.params_at}.subspace_dim)"
             )
         layers = group_matrices(module, self._matrices, config.section.stream.blocks)
-        unit_of = {} if self._streamed is None else self._streamed.unit_of
-        if self._streamed is not None:
+        unit_of = {id(placed.parameter): unit for unit in self.blocks.units for placed in unit.placed}
+        if self.blocks.is_streamed:
             layers = split_streamed(layers, unit_of)
         self._groups = LSPGroups(layers, settings, config=config, ranks=self.ranks, streams=streams, unit_of=unit_of)
         is_layerwise = settings.schedule == "layerwise"
-        self._pending = PendingUpdates(module, self._groups, layers, streamed=self._streamed, watches=is_layerwise)
+        self._pending = PendingUpdates(module, self._groups, layers, blocks=self.blocks, watches=is_layerwise)
         self._trained = ParameterRates(module, self._matrices, stochastic=config.section.rounding == "stochastic")
         self._passes = LSPBackwardPass(
             self._groups,
             layers,
             trained=self._trained,
             calibration=self._calibration,
-            streamed=self._streamed,
+            blocks=self.blocks,
+            unit_of=unit_of,
             ranks=self.ranks,
             starts_early=is_layerwise and not self._groups.clips_globally and self._scaler is None,
             scales_loss=self._scaler is not None,
         )
         self._pending.handles += self._passes.handles
         _module_hooks[module] = self._pending.handles
-        self._weights: UpdateOnAccessState | None = None
-        if self._streamed is None:
-            self._weights = UpdateOnAccessState(
-                module, weakly(self._pending.apply_all), has_pending=weakly(self._pending.exist), device=device
-            )
+        apply_all = weakly(self._pending.apply_all)
+        self._state: UpdateOnAccessState | StreamedUpdateOnAccessState
+        if isinstance(self.blocks, RecomputedBlocks):
+            self._state = StreamedUpdateOnAccessState(self.blocks.recomputation, module, apply_all)
+        else:
+            has_pending = weakly(self._pending.exist)
+            self._state = UpdateOnAccessState(module, apply_all, has_pending=has_pending, device=device)
         self._finalizer = weakref.finalize(self, _end_threads, self.ranks, self._groups.queue)
         self._is_closed = False
         self._trained.follow(self.param_groups)
@@ -150,24 +161,8 @@ class LSPBackend(Backend):
             )
         return config.stream
 
-    def _make_streamed_blocks(self) -> StreamedBlocks:
-        """The callbacks go through this object, because streamed blocks are placed before their groups are made."""
-        return StreamedBlocks(
-            self.module,
-            self.config,
-            param_groups=self.param_groups,
-            device=self.device,
-            apply_pending_update=weakly(self._apply_pending_to_unit),
-            apply_pending_updates=weakly(self.apply_pending_updates),
-            end_block_backward=weakly(self._end_block_backward),
-            compiler=self._compiler,
-        )
-
     def _apply_pending_to_unit(self, unit: Unit) -> bool:
         return self._pending.apply_to_unit(unit)
-
-    def _end_block_backward(self, unit: Unit, more_to_come: bool) -> None:
-        self._passes.end_block_backward(unit, more_to_come)
 
     def _warn_of_ignored_settings(self) -> None:
         """Warns of `betas` and `eps` in an optimizer object's param groups: only learning rate and weight decay are
@@ -190,9 +185,7 @@ class LSPBackend(Backend):
 
     def _unwatched_weights(self) -> AbstractContextManager[None]:
         """Returns a context in which this backend's own accesses to weights do not apply pending updates."""
-        state = self._weights if self._streamed is None else self._streamed.state
-        assert state is not None
-        return state.unwatched()
+        return self._state.unwatched()
 
     # Forward and backward
 
@@ -201,26 +194,16 @@ class LSPBackend(Backend):
         with self._unwatched_weights():
             if not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)
-            if self._streamed is not None:
-                refuse_router_logits(self.module, kwargs)
-            if self.module.training:
+            trains = self.module.training
+            if trains:
                 self._trained.known.check()
-            with self._forward_pass(), self._pending.watched():
-                output = self.module(*args, **kwargs)
-        return output
-
-    @contextmanager
-    def _forward_pass(self) -> Iterator[None]:
-        """Around a forward that a backward may follow."""
-        streamed, trains = self._streamed, self.module.training
-        with ExitStack() as stack:
-            if streamed is not None and trains:
-                stack.enter_context(streamed.forward_pass(self._pending.units()))
-            elif trains or streamed is not None or self._compiler is not None:
-                stack.enter_context(without_caches(self.module))
-            if streamed is not None:
-                stack.enter_context(streamed.block_store.forward_checked())
-            yield
+            makes_no_caches = trains or self.blocks.is_streamed or self._compiler is not None
+            with (
+                self._caches.off() if makes_no_caches else nullcontext(),
+                self.blocks.forward(kwargs, downloads=self._pending.units()),
+                self._pending.watched(),
+            ):
+                return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         with self._unwatched_weights():
@@ -273,8 +256,7 @@ class LSPBackend(Backend):
         self._adopt_candidates()
         self._groups.prefetch()
         self._calibration.report()
-        if self._streamed is not None:
-            self._streamed.block_store.fill_device()
+        self.blocks.fill_device()
         return report.outcome(started.norm)
 
     def _adopt_candidates(self) -> None:
@@ -360,11 +342,12 @@ class LSPBackend(Backend):
 
     def stored(self) -> dict[str, torch.Tensor]:
         self.apply_pending_updates()
-        return super().stored() if self._streamed is None else self._streamed.stored()
+        state = self._state
+        return state.stored() if isinstance(state, StreamedUpdateOnAccessState) else super().stored()
 
     def stored_changed(self) -> None:
-        if self._streamed is not None:
-            self._streamed.block_store.rewritten()
+        if isinstance(self._state, StreamedUpdateOnAccessState):
+            self._state.stored_changed()
 
     def rank_state(self) -> dict[str, Any]:
         self._groups.undo_updates()
@@ -398,12 +381,11 @@ class LSPBackend(Backend):
         return self._groups.footprint()
 
     def describe(self) -> str:
-        lines = [] if self._streamed is None else [self._streamed.block_store.describe()]
         footprint = ", ".join(f"{key} {value:,}" for key, value in self.footprint().items())
-        return "\n".join([*lines, f"ds_zo: {self._settings_text()}; besides weights {footprint}"])
+        return "\n".join([*self.blocks.describe(), f"ds_zo: {self._settings_text()}; besides weights {footprint}"])
 
     def startup_summary(self) -> StartupSummary:
-        base = super().startup_summary() if self._streamed is None else self._streamed.block_store.startup_summary()
+        base = self.blocks.startup_summary()
         footprint, ranks = self.footprint(), self.ranks
         return replace(
             base,
@@ -425,14 +407,13 @@ class LSPBackend(Backend):
         # The Adam thread has finished its jobs then, but other ranks cannot be reached. At interpreter shutdown no one
         # uses the module, and PyTorch aborts if a finalizer creates tensors.
         applies_pending = (self.ranks is None or self._finalizer.alive) and not sys.is_finalizing()
-        if self._streamed is not None:
-            self._streamed.set_update_callback(self._apply_pending_to_unit)
-            applies_pending &= self._streamed.state.owns_module()
+        self._pending_update.apply = self._apply_pending_to_unit
+        if self.blocks.is_streamed:
+            applies_pending &= self._state.owns_module()
         with ExitStack() as stack:  # runs all callbacks, the last first, also if a failed job raises below
             stack.callback(self._groups.close)
-            for part in (self._weights, self._streamed, self._compiler):
-                if part is not None:
-                    stack.callback(part.close)
+            stack.callback(self._state.close)
+            stack.callback(self.blocks.close)
             for handle in self._pending.handles:
                 stack.callback(handle.remove)
             stack.callback(self._finalizer)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ds_zo.backends.lsp.parameter_rates import ParameterRates
 from ds_zo.backends.lsp.products import HeldGradients, compress_matrices
 from ds_zo.backends.lsp.ranks import BackwardOrder, CollectiveThread
 from ds_zo.backends.lsp.report import BackwardTimer
-from ds_zo.backends.lsp.streamed import StreamedBlocks
+from ds_zo.backends.recompute.model_blocks import ModelBlocks, OneBackward
 from ds_zo.streaming.units import Unit
 
 _gradient_hooks: Any = WeakTensorKeyDictionary()
@@ -37,17 +36,21 @@ class LSPBackwardPass:
         *,
         trained: ParameterRates,
         calibration: Calibration,
-        streamed: StreamedBlocks | None,
+        blocks: ModelBlocks,
+        unit_of: Mapping[int, Unit],
         ranks: CollectiveThread | None,
         starts_early: bool,
         scales_loss: bool,
     ) -> None:
-        """`starts_early`: host updates start inside the last backward pass of a step; otherwise all start in `step`.
-        `scales_loss`: losses are multiplied by a loss scale before `run`."""
+        """`unit_of`: the block of each streamed parameter, by the parameter's id. `starts_early`: host updates start
+        inside the last backward pass of a step; otherwise all start in `step`. `scales_loss`: losses are multiplied by
+        a loss scale before `run`."""
         self.starts_early, self._scales_loss = starts_early, scales_loss
         self.held_gradients = HeldGradients()
         self._groups, self._trained, self._calibration = groups, trained, calibration
-        self._streamed, self._ranks = streamed, ranks
+        self._unit_of, self._ranks = unit_of, ranks
+        self._recomputed = OneBackward(blocks, on_block_end=weakly(self._end_block_backward))
+        blocks.wrap(self._recomputed)
         self._timer = BackwardTimer(groups.transfers.streams)
         self._is_running = self._is_last = False
         """Whether `engine.backward` of this engine is running, and whether a step follows it. Both are False in a
@@ -93,11 +96,10 @@ class LSPBackwardPass:
             self._order.begin(trains)
             self._calibrates_on_averages = any(map(self._calibration.wants_gradient, matrices))
         self._timer.begin()
-        streamed = self._streamed
         self._updated_at_begin = {id(group) for group in updated_groups}
         try:
             self._is_running, self._is_last = True, is_last
-            with nullcontext() if streamed is None else streamed.backward_pass(retain_graph=retain_graph):
+            with self._recomputed.run(retain_graph=retain_graph):
                 loss.backward(retain_graph=retain_graph)
             self.held_gradients.compress()
             if self._order is not None:
@@ -152,7 +154,7 @@ class LSPBackwardPass:
                 f"fp16 needs the loss scale of engine.backward(loss), got a gradient of {matrix.name} from another "
                 "backward pass: call engine.backward(loss) instead of loss.backward(), or use bf16"
             )
-        elif matrix.is_streamed and self._streamed is not None and not self._streamed.is_materialised(matrix.parameter):
+        elif matrix.is_streamed and not self._unit_of[id(matrix.parameter)].in_use:
             error = used_outside(matrix.name)
         elif id(group) in self._updated_at_begin:
             error = _used_before_update(matrix.name)
@@ -163,7 +165,7 @@ class LSPBackwardPass:
             raise error
 
     @torch.no_grad()
-    def end_block_backward(self, unit: Unit, more_to_come: bool) -> None:
+    def _end_block_backward(self, unit: Unit, more_to_come: bool) -> None:
         """Takes all gradients of a streamed block out of its parameters, whose device memory is about to be reused.
 
         `more_to_come`: the block runs again in this backward pass."""

@@ -20,7 +20,6 @@ from functools import partial
 
 import torch
 
-from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.lsp.buffer_layout import BufferLayout
 from ds_zo.backends.lsp.host_adam import HostAdam
 from ds_zo.backends.lsp.matrices import MatrixGroup
@@ -31,6 +30,7 @@ from ds_zo.config import LSPParams
 from ds_zo.optim.subspace_adam import HostScratch, Moments
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.intercepted import without_interception
+from ds_zo.streaming.interrupts import interrupts
 from ds_zo.streaming.units import Unit
 
 

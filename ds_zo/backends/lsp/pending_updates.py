@@ -22,8 +22,8 @@ from ds_zo.backends.common.stray_weights import StrayWeightDetector
 from ds_zo.backends.lsp.groups import LSPGroups
 from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
 from ds_zo.backends.lsp.matrices import MatrixGroup, owners
-from ds_zo.backends.lsp.streamed import StreamedBlocks
 from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
+from ds_zo.backends.recompute.model_blocks import ModelBlocks
 from ds_zo.logs import show
 from ds_zo.streaming.units import Unit
 
@@ -37,11 +37,11 @@ class PendingUpdates:
         groups: LSPGroups,
         matrix_groups: Sequence[MatrixGroup],
         *,
-        streamed: StreamedBlocks | None,
+        blocks: ModelBlocks,
         watches: bool,
     ) -> None:
         """`watches`: updates may be deferred, so forwards are watched."""
-        self._module, self._groups, self._streamed = module, groups, streamed
+        self._module, self._groups, self._blocks = module, groups, blocks
         self._undecided = [group for group in groups.on_host if group.is_block and group.unit is None]
         """Groups that no watched forward has used."""
         self._deferred: set[int] = set()
@@ -66,8 +66,9 @@ class PendingUpdates:
 
         Inference mode is switched off: training goes on with tensors that an evaluation's forward creates here."""
         for group in self._pending():
-            if group.unit is not None and self._streamed is not None:
-                self._streamed.bring_up_to_date(group.unit)
+            if group.unit is not None:
+                with self._blocks.use(group.unit):  # which applies it
+                    pass
             else:
                 self._apply(group)
 

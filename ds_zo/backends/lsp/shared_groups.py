@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.lsp.device_group import DeviceGroup
 from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
 from ds_zo.backends.lsp.matrices import MatrixGroup, MatrixState
@@ -24,6 +23,7 @@ from ds_zo.backends.lsp.scheduler import Job, RemoteJob
 from ds_zo.config import LSPParams
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.intercepted import without_interception
+from ds_zo.streaming.interrupts import interrupts
 
 _NO_GRADIENT = -1.0
 """Stands for the norm of a gradient that no rank had."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ds_zo.backends.recompute.block_store import RecomputedBlockStore
 from ds_zo.backends.recompute.module_state import RecomputedModuleState
+from ds_zo.backends.recompute.recomputation import Recomputation
 from ds_zo.streaming.units import PlacedParameter, Unit
 
 
@@ -16,10 +16,10 @@ class StreamedUpdateOnAccessState(RecomputedModuleState):
     """Gives access to weights by name, after all pending updates have been applied."""
 
     def __init__(
-        self, block_store: RecomputedBlockStore, module: nn.Module, apply_pending_updates: Callable[[], None]
+        self, recomputation: Recomputation, module: nn.Module, apply_pending_updates: Callable[[], None]
     ) -> None:
         self._apply_pending_updates = apply_pending_updates
-        super().__init__(block_store, module)
+        super().__init__(recomputation, module)
 
     def _is_watched(self, unit: Unit) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""Access to weights for backends whose blocks may be in a `RecomputedBlockStore`."""
+"""Access to weights for backends whose blocks may be recomputed."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ import itertools
 import weakref
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,15 +32,14 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.common.plain_copies import StandIn
-from ds_zo.backends.recompute.block_store import RecomputedBlockStore
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, CompiledForward
 from ds_zo.backends.recompute.context import BlockProfile, ForwardContext
 from ds_zo.backends.recompute.output_check import OutputSummary
-from ds_zo.config import ConfigError
+from ds_zo.backends.recompute.recomputation import Recomputation
 from ds_zo.streaming.blocks import reached_elsewhere
 from ds_zo.streaming.units import Unit, UnitState
+from ds_zo.streaming.use import Use
 
 _numbers = itertools.count()
 _IN_PLACE = "leaf Variable that requires grad is being used in an in-place operation"
@@ -151,7 +150,7 @@ class RecomputedBlock:
     def __init__(
         self,
         unit: Unit,
-        block_store: RecomputedBlockStore,
+        recomputation: Recomputation,
         *,
         consumer: BlockConsumer,
         shared: Sequence[tuple[nn.Module, str]],
@@ -164,11 +163,11 @@ class RecomputedBlock:
         """The consumer's states of the block's other parameters."""
         self.last_pass = 0
         """Number of the last backward pass that materialised the block; zero before the first."""
-        self.profile = BlockProfile(unit.module, block_store.device)
-        self._block_store = block_store
+        self.profile = BlockProfile(unit.module, recomputation.device)
+        self._recomputation = recomputation
         self._consumer = weakref.ref(consumer)
         self._calls: list[weakref.ref[BlockCall]] = []
-        self._anchor = torch.zeros((), device=block_store.device, requires_grad=True)
+        self._anchor = torch.zeros((), device=recomputation.device, requires_grad=True)
         """An input of each trained block's autograd node. It makes the first block's output require gradients, whose
         input does not."""
         if isinstance(left := vars(unit.module).get("forward"), StandIn):  # by an engine that could not be made
@@ -179,6 +178,14 @@ class RecomputedBlock:
 
     def close(self) -> None:
         self._stand_in.remove()
+
+    def use(self) -> AbstractContextManager[Use]:
+        """Context in which the block's weights are on the device."""
+        return self._recomputation.use(self.unit)
+
+    def updating_shard(self) -> AbstractContextManager[torch.Tensor]:
+        """Context in which this rank's shard of the block's weights may be changed. Yields its bytes."""
+        return self._recomputation.store.updating_shard(self.unit)
 
     def calls(self) -> list[BlockCall]:
         """The calls that may still be recomputed, in the order in which they were made."""
@@ -215,21 +222,19 @@ class RecomputedBlock:
                 for leaf in leaves:
                     _refuse_hidden_tensors(leaf, self.unit.name)
                 structure = _Structure(leaves, spec)
-                call = BlockCall(self, structure, user_dicts=user_dicts, device=self._block_store.device)
+                call = BlockCall(self, structure, user_dicts=user_dicts, device=self._recomputation.device)
                 self._calls.append(weakref.ref(call))
                 shared = [getattr(owner, name) for owner, name in self.shared]
-                with self._block_store.saving_inputs(tensors):
+                with self._recomputation.saving_inputs(tensors):
                     outputs = _Recompute.apply(call, self._anchor if trains else None, *tensors, *shared)
                 output, written = call.unflatten_output(outputs)
                 for container, changes in zip(list(_containers(given)), written, strict=True):
                     _change(container, *changes)
                 return output
-        # A KeyboardInterrupt while a context exits would leave torch's modes changed. See [Note: whole steps].
         with (
-            interrupts.deferred(),
-            self._block_store.materialise(self.unit),
+            self.use(),
             torch.no_grad(),
-            _no_autocast_cache(self._block_store.device),
+            _no_autocast_cache(self._recomputation.device),
         ):
             leaves, spec = tree_flatten(self._compute(*args, **kwargs))
             leaves = self._copy_own_weights(leaves)
@@ -273,9 +278,8 @@ class RecomputedBlock:
         versions = [t._version for t in tensors]
         args, kwargs = call.arguments([t.detach().requires_grad_(t.requires_grad) for t in tensors])
         with (
-            interrupts.deferred(),  # as in `_call`
-            self._block_store.materialise(self.unit),
-            _no_autocast_cache(self._block_store.device),
+            self.use(),
+            _no_autocast_cache(self._recomputation.device),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(partial(_pack_nothing, self.unit.name), _unpack_nothing),
         ):
@@ -289,7 +293,7 @@ class RecomputedBlock:
             call.weight_versions = [
                 v if v == now else None for v, now in zip(before, self.weight_versions(), strict=True)
             ]
-            call.first_output = self._block_store.output_check.summarise(outputs)
+            call.first_output = self._recomputation.output_check.summarise(outputs)
         call.context.end_forward()
         if versions != [t._version for t in tensors]:
             raise self._changed_input()
@@ -318,18 +322,19 @@ class RecomputedBlock:
             return [t.new_zeros(()).expand(t.shape) if need else None for t, need in zip(before, needed, strict=True)]
         inputs = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=False)]
         wanted = needed[len(inputs) :]
-        with interrupts.deferred(), self._block_store.materialise(self.unit) as materialised:
+        with self.use() as use:
             call.check_weight_versions()
             with torch.enable_grad(), call.context.restored(), self._shared_as_leaves(wanted) as shared_leaves:
                 args, kwargs = call.arguments(inputs)
                 outputs = call.flatten_output(self._compute(*args, **kwargs))
                 assert call.first_output is not None
-                self._block_store.output_check.compare(self.unit.name, self.unit.module, call.first_output, outputs)
+                self._recomputation.output_check.compare(self.unit.name, self.unit.module, call.first_output, outputs)
             reached = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
             del args, kwargs, outputs
             if reached:
                 torch.autograd.backward([o for o, _ in reached], [g for _, g in reached])
-            materialised.changed = consumer.end_block_backward(self)
+            if consumer.end_block_backward(self):
+                use.commit()
         return [t.grad for t in (*inputs, *shared_leaves)]
 
     @contextmanager
@@ -458,23 +463,6 @@ def _refuse_hidden_tensors(leaf: Any, block: str) -> None:
             "tensors in tuples, lists or dicts, or keep the model on the device (remove "
             "zero_optimization.offload_param)"
         )
-
-
-def refuse_router_logits(module: nn.Module, call: Mapping[str, Any] | None = None) -> None:
-    """Raises if the model returns router logits, which hooks of transformers take from inside a block. `call`: the
-    keywords of a forward. None: the model's configs are checked instead."""
-    configs = (getattr(m, "config", None) for m in module.modules())
-    if call is not None and call.get("output_router_logits") is True:
-        found = "output_router_logits=True in a call"
-    elif call is None and any(getattr(config, "output_router_logits", False) is True for config in configs):
-        found = "output_router_logits true in the model's config"
-    else:
-        return
-    raise ConfigError(
-        "router logits are not outputs of a block, so a streamed block computes no gradient of their loss, got "
-        f"{found}: set it to false, or remove offload_param",
-        at="zero_optimization.offload_param.device",
-    )
 
 
 def shared_parameters(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[tuple[nn.Module, str]]]:

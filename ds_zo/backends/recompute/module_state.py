@@ -11,17 +11,18 @@ from torch import nn
 
 from ds_zo.backends.common.module_state import ModuleState
 from ds_zo.backends.common.pretrained import PretrainedSaving
-from ds_zo.backends.recompute.block_store import RecomputedBlockStore
+from ds_zo.backends.recompute.recomputation import Recomputation
 from ds_zo.checkpoint.snapshot import host_copy, persistent_buffers
 from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.units import PlacedParameter, Unit
 
 
 class RecomputedModuleState(ModuleState):
-    """`ModuleState` of a `RecomputedBlockStore`: the stored bytes are the weights of the current step."""
+    """`ModuleState` of recomputed blocks: the stored bytes are the weights of the current step."""
 
-    def __init__(self, block_store: RecomputedBlockStore, module: nn.Module) -> None:
-        self._block_store = block_store
+    def __init__(self, recomputation: Recomputation, module: nn.Module) -> None:
+        self._use = recomputation.use
+        self._block_store = block_store = recomputation.store
         self.collected: dict[int, torch.Tensor] = {}
         """Gathered weights in host memory, by the parameter's id. Filled inside `all_readable`, else empty."""
         self._copies: tuple[int, int, dict[int, torch.Tensor]] | None = None

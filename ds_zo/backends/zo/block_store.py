@@ -111,7 +111,7 @@ class ZOBlockStore(BlockStore):
         spare_store = self.store if is_own else HostStore(device, pin=False)
         self.claims = Claims(spare_store, streams=self.streams, swaps=is_own)
         self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)
-        self._make_buffers()
+        self.make_buffers()
         if self.may_fill_device or self.must_choose_interval:
             reset_peak_memory(device)
 
@@ -131,7 +131,7 @@ class ZOBlockStore(BlockStore):
         buffers = self._buffers(interval=interval, in_pairs=in_pairs)
         return buffers.device_bytes(self.num_resident).total + self._activations_nbytes
 
-    def _make_buffers(self) -> None:
+    def make_buffers(self) -> None:
         """Makes the runtime and the materialiser, with slots and scratch for the present placement and interval."""
         if self.device.type == "cuda":
             # Else small buffers could be carved from the memory of a large freed one, which would not fit again.
@@ -158,7 +158,7 @@ class ZOBlockStore(BlockStore):
         claimed = self._needed(self.num_resident).total
         return free_nbytes(self.device, budget_gb=self._stream.device_memory_gb, claimed_nbytes=claimed)
 
-    def _free_buffers(self) -> None:
+    def free_buffers(self) -> None:
         self.runtime.invalidate_slots()
         self.materialiser.close()
         self.runtime.free_buffers()  # also a new runtime whose materialiser could not be made
@@ -231,8 +231,8 @@ class ZOBlockStore(BlockStore):
         """Sets the interval, and makes the slots and the scratch anew: their number and size depend on it."""
         self.must_choose_interval = False
         self.interval = interval
-        self._free_buffers()
-        self._make_buffers()
+        self.free_buffers()
+        self.make_buffers()
         self._retry_check.restart()
 
     def fill_device(self) -> None:
@@ -299,7 +299,7 @@ class ZOBlockStore(BlockStore):
         per_fold = max((ops.rounding_std(wire) for wire in lossy), default=0.0)
         return per_fold * math.sqrt(num_steps / self.interval)
 
-    def close(self) -> None:
+    def close(self, *, keep_weights: bool = False) -> None:
         """Waits for copies that are in flight, and closes the host store."""
         if self.store.pinned_nbytes:
             for unit in self.placement.units:

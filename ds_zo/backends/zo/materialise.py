@@ -24,12 +24,12 @@ from dataclasses import dataclass
 import torch
 
 from ds_zo import ops
-from ds_zo.backends.common.interrupts import interrupts
 from ds_zo.backends.zo.cached_views import CachedViews
 from ds_zo.backends.zo.clean_copies import CleanCopies
 from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
 from ds_zo.backends.zo.step_time import TimedForward
 from ds_zo.streaming.fold_schedule import due
+from ds_zo.streaming.interrupts import interrupts
 from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.slot import Slot

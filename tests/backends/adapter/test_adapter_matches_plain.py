@@ -80,7 +80,7 @@ def test_accumulation_clipping_and_schedulers_equal_a_plain_loop() -> None:
 def test_nothing_is_written_back_and_trained_tensors_are_on_the_device() -> None:
     model = adapted("wide")
     engine = start(model)
-    store = engine.backend._base.block_store
+    store = engine.backend.blocks.store
     before = [unit.store_buffer.clone() for unit in store.placement.blocks]
     train(engine, batches(2))
     assert store.runtime.transport.bytes_down == 0 and len(before) == 3
@@ -273,7 +273,7 @@ def test_the_base_is_the_reference_of_dpo_and_a_frozen_adapter_is_exact() -> Non
     for logits in (False, True):
         with torch.set_grad_enabled(logits), engine.module.disable_adapter(), plain.disable_adapter():
             assert torch.equal(engine(**batch).logits.detach(), plain(**batch).logits.detach())
-    names = {p.name for u in engine.backend._base.block_store.placement.blocks for p in u.placed}
+    names = {p.name for u in engine.backend.blocks.store.placement.blocks for p in u.placed}
     assert not any("lora" in name for name in names)
     engine.eval()
     with torch.no_grad(), plain.disable_adapter():

@@ -88,9 +88,9 @@ def test_a_subclass_of_parameter_keeps_its_class() -> None:
 def test_scratch_holds_one_matrix_and_the_log_says_so() -> None:
     model = adapted(**WIDE)
     engine = start(model, adapter_json(**tight(model)))
-    store = engine.backend._base.block_store
-    assert store._scratch.numel() == 64 * 160 * 4 < whole_nbytes(model) // 3
-    assert "stored as float32/nf4 and decoded matrix by matrix" in engine.backend.startup_summary().weights
+    summary = engine.backend.startup_summary()
+    assert summary.device_bytes["scratch"] == 64 * 160 * 4 < whole_nbytes(model) // 3
+    assert "stored as float32/nf4 and decoded matrix by matrix" in summary.weights
     engine.destroy()
 
 
@@ -111,9 +111,9 @@ def test_reads_inside_a_block_get_copies() -> None:
     model = adapted(**WIDE)
     plain = with_decoded_base(model, "nf4")
     engine = start(model, adapter_json(**tight(model)))
-    store = engine.backend._base.block_store
+    store = engine.backend.blocks.store
     unit = store.placement.blocks[0]
-    with engine.backend.plain_parameters(), store.materialise(unit):
+    with engine.backend.plain_parameters(), engine.backend.blocks.use(unit):
         attention = model.base_model.model.model.layers[0].self_attn
         query, out = attention.q_proj.base_layer.weight, attention.o_proj.weight
         first, second = query.t(), out.detach()

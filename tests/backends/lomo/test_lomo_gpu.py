@@ -150,7 +150,7 @@ def test_streamed_peak_is_slots_edges_and_one_gradient(dtype: str | None) -> Non
         for step in range(3):
             one_step(engine, plain_batch(step))
         taken = torch.cuda.max_memory_allocated() - start
-        placement = engine.backend._block_store.placement
+        placement = engine.backend.blocks.store.placement
     block = placement.blocks[0].nbytes
     edges = sum(unit.nbytes for unit in (*placement.leaf_units, *placement.pass_long))
     largest = LARGEST_NUMEL * (2 if dtype else 4)
@@ -228,7 +228,7 @@ def test_a_budget_is_filled_and_kept() -> None:
         with zo_engine(copy.deepcopy(large_model()), config) as engine:
             for step in range(NUM_STEPS):
                 one_step(engine, plain_batch(step))
-            num_resident = sum(not unit.streamed for unit in engine.backend._block_store.placement.blocks)
+            num_resident = sum(not unit.streamed for unit in engine.backend.blocks.store.placement.blocks)
             return torch.cuda.max_memory_reserved(), num_resident, parameters_of(engine)
 
     give_back()

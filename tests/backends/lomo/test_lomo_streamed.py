@@ -46,7 +46,7 @@ def assert_same_run(
     assert any(not torch.equal(before[name], p) for name, p in engine.module.named_parameters())
     assert engine.get_global_grad_norm() == resident.get_global_grad_norm()
     assert engine.skipped_steps == resident.skipped_steps
-    assert engine.backend._block_store.runtime.transport.bytes_up > 0 or (stream or {}).get("resident_blocks", 0) >= 3
+    assert engine.backend.blocks.store.runtime.transport.bytes_up > 0 or (stream or {}).get("resident_blocks", 0) >= 3
     return engine
 
 
@@ -73,7 +73,7 @@ def test_streamed_equals_resident(name: str, dtype: dict[str, Any], clipping: fl
 )
 def test_where_blocks_are_changes_nothing(stream: dict[str, Any]) -> None:
     engine = assert_same_run(lambda: lively("llama"), lambda: batches("llama", 3), stream=stream, clipping=0.5)
-    num_streamed = sum(unit.streamed for unit in engine.backend._block_store.placement.blocks)
+    num_streamed = sum(unit.streamed for unit in engine.backend.blocks.store.placement.blocks)
     assert num_streamed == 3 - stream.get("resident_blocks", 0)
 
 
@@ -109,7 +109,7 @@ def test_an_overflow_is_skipped_without_moving_a_block() -> None:
     scale = {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2}}
     engine = assert_same_run(make, lambda: batches("llama", 12), clipping=1.0, **scale)
     assert 0 < engine.skipped_steps < 12
-    runtime = engine.backend._block_store.runtime
+    runtime = engine.backend.blocks.store.runtime
     assert runtime.transport.bytes_down == (12 - engine.skipped_steps) * sum(u.nbytes for u in runtime.units)
 
 
@@ -221,7 +221,7 @@ def test_adapters(train_base: bool) -> None:
 
     engine = assert_same_run(make, lambda: batches("llama", 3), clipping=0.5, params={"adapter": {"lr": 1e-2}}, lr=0.05)
     assert (
-        engine.backend._block_store.runtime.transport.bytes_down > 0
+        engine.backend.blocks.store.runtime.transport.bytes_down > 0
     ) == train_base  # adapters of frozen blocks stay
 
 
@@ -234,7 +234,7 @@ def test_frozen_blocks_are_not_sent_back_and_thawed_ones_are() -> None:
         return model
 
     engine = assert_same_run(make, lambda: batches("llama", 2))
-    runtime = engine.backend._block_store.runtime
+    runtime = engine.backend.blocks.store.runtime
     assert runtime.transport.bytes_down == 2 * runtime.units[1].nbytes
     resident = start(config_for(), make())
     train(resident, batches("llama", 2))
@@ -251,7 +251,7 @@ def test_blocks_still_in_slots_are_not_uploaded_again(clipping: float, uploads: 
     model = lively("llama", num_hidden_layers=5)
     engine = start(streamed(clipping=clipping), model)
     train(engine, batches("llama", 1))
-    runtime = engine.backend._block_store.runtime
+    runtime = engine.backend.blocks.store.runtime
     up, down = runtime.transport.bytes_up, runtime.transport.bytes_down
     train(engine, batches("llama", 1, first=1))
     block = runtime.units[0].nbytes

@@ -53,9 +53,9 @@ def test_streamed_equals_resident(case: str, monkeypatch: pytest.MonkeyPatch) ->
     losses = [train(engine, batches(name, 5 if case == "bf16" else 10)) for engine in engines]
     assert losses[0] == losses[1]
     assert_equal(parameters_of(engines[1]), parameters_of(engines[0]))
-    runtime = engines[1].backend._streamed.block_store.runtime
+    runtime = engines[1].backend.blocks.store.runtime
     assert runtime.transport.bytes_up > 0 and runtime.transport.bytes_down > 0
-    num_streamed = sum(unit.streamed for unit in engines[1].backend._streamed.block_store.placement.blocks)
+    num_streamed = sum(unit.streamed for unit in engines[1].backend.blocks.store.placement.blocks)
     assert num_streamed == 2 - stream.get("resident_blocks", 0)
     if case == "llama":
         for engine in engines:

@@ -339,7 +339,7 @@ def test_an_engine_that_could_not_be_made_is_made_again_of_what_is_there(
         raise torch.OutOfMemoryError("no room for slots")
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(ZOBlockStore, "_make_buffers", no_memory)
+        patch.setattr(ZOBlockStore, "make_buffers", no_memory)
         engine_for(model, json)
     if wire_dtype == "fp8":
         with pytest.raises(RuntimeError, match="Load the model again"):

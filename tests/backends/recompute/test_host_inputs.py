@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_zo.backends.adapter.activations import HostInputs, KeptInput
+from ds_zo.backends.recompute.host_inputs import HostInputs, KeptInput
 from ds_zo.streaming.streams import InlineStreams
 from tests.helpers.adapter_runs import adapted, adapter_json, batches, start, train
 from tests.helpers.stream_clocks import Buffer, Races, buffers_of, clocked
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("single_process")
 def races_of(monkeypatch: pytest.MonkeyPatch, *, deaf: Collection[tuple[str, str]] = ()) -> Races:
     with clocked(deaf=deaf):
         engine: Any = start(adapted(num_hidden_layers=4), adapter_json(offload_activations=True, frozen_dtype="nf4"))
-    store = engine.backend._base.block_store
-    inputs = store.host_inputs
+    store = engine.backend.blocks.store
+    inputs = engine.backend.blocks.host_inputs
     on_device: list[torch.Tensor] = []
     upload = KeptInput.upload
 
