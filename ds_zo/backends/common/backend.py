@@ -12,7 +12,7 @@ To write a backend, subclass `Backend`, implement `step`, override the methods w
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -99,12 +99,15 @@ class TrainingStep(ABC):
         """
         loss.backward(retain_graph=retain_graph)
 
-    def average_gradients(self) -> None:
-        """Replaces `grad` of every trainable parameter by its mean over the data-parallel ranks. A `step` that reads
-        `grad` calls it first. A parameter without a gradient on some ranks counts as zero there."""
+    def average_gradients(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Replaces `grad` of every trainable parameter by its mean over the data-parallel ranks. An update that reads
+        `grad` calls it first. A parameter without a gradient on some ranks counts as zero there. `parameters`: the
+        same ones on all ranks. None: those of all groups."""
         if not dist.is_initialized() or dist.get_world_size(self.process_group) == 1:
             return
-        for parameter in (p for group in self.param_groups for p in group["params"] if p.requires_grad):
+        if parameters is None:
+            parameters = (p for group in self.param_groups for p in group["params"])
+        for parameter in (p for p in parameters if p.requires_grad):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad, group=self.process_group)

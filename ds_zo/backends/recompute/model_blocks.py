@@ -216,21 +216,22 @@ class OneBackward:
     """The consumer of blocks whose gradients stay in `parameter.grad`: each block is computed again in one pass that
     `engine.backward` runs."""
 
-    def __init__(self, blocks: ModelBlocks, *, on_block_end: Callable[[Unit, bool], None] | None = None) -> None:
+    def __init__(self, blocks: ModelBlocks, *, on_block_end: Callable[[Unit, bool], bool | None] | None = None) -> None:
         """`on_block_end(unit, more_to_come)` is called when the gradients of one call of a block have come, while its
-        weights are on the device. `more_to_come`: the block runs again in this pass."""
+        weights are on the device. `more_to_come`: the block runs again in this pass. It returns True if it has changed
+        the weights, which are then copied back."""
         self._blocks, self._on_block_end = blocks, on_block_end
         self._number = 0
         """Number of the last pass."""
         self._is_running = self._retains = False
 
     @contextmanager
-    def run(self, *, retain_graph: bool) -> Iterator[None]:
-        """Context of a backward pass."""
+    def run(self, *, retain_graph: bool, downloads: Collection[Unit] = ()) -> Iterator[None]:
+        """Context of a backward pass. `downloads`: blocks whose weights `on_block_end` may change."""
         self._number += 1
         self._is_running, self._retains = True, retain_graph
         try:
-            self._blocks.start_backward()
+            self._blocks.start_backward(downloads=downloads)
             yield
         finally:
             self._is_running = False
@@ -246,6 +247,6 @@ class OneBackward:
         return True
 
     def end_block_backward(self, block: RecomputedBlock) -> bool:
-        if self._on_block_end is not None:
-            self._on_block_end(block.unit, block.has_pending_calls(self._number))
-        return False
+        if self._on_block_end is None:
+            return False
+        return bool(self._on_block_end(block.unit, block.has_pending_calls(self._number)))
