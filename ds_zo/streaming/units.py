@@ -276,8 +276,9 @@ class Unit:
 
     def folded(self, version: int, *, stream: Stream | None = None) -> None:
         """The stored bytes include `version` updates, or will once the work of `stream` is done. `stream`: the stream
-        that makes the change, if uploads are on another one."""
-        assert version >= self._version, f"{self.name} includes {self._version} updates already"
+        that makes the change, if uploads are on another one. `PARTLY_FOLDED`: they include a part of an update."""
+        is_later = version >= self._version or version == PARTLY_FOLDED
+        assert is_later, f"{self.name} includes {self._version} updates already"
         self._set_version(version, stream)
 
     def _set_version(self, version: int, stream: Stream | None) -> None:
