@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import structure
 
+from ds_zo.config import BACKENDS
 from tests.helpers.processes import REPO
 
 PAGE = (REPO / "CONTRIBUTING.md").read_text(encoding="utf-8")
@@ -32,11 +33,36 @@ def test_the_diagram_is_current(drawn: str) -> None:
     assert all(abs(a - b) <= max(200, 0.1 * b) for a, b in zip(before, now, strict=True)), remedy
 
 
-def test_the_walks_name_files_and_functions_that_exist() -> None:
-    walks = PAGE.split("## Three walks through the code")[1].split("\n## ")[0]
-    stops = re.findall(r"`([\w/]+\.py)`\s+`([\w.]+)`", walks)
-    assert len(stops) > 30 and walks.count("### ") == 3
+def named(text: str) -> list[tuple[str, str]]:
+    """Files of ds_zo and functions or classes in them that a text names."""
+    return re.findall(r"`([\w/]+\.py)`\s+`([\w.]+)`", text)
+
+
+WALKS = dict(
+    walk.split("\n\n", 1) for walk in PAGE.split("## Walks of a block")[1].split("\n## ")[0].split("\n### ")[1:]
+)
+"""The walks by their headings."""
+
+
+def test_every_backend_has_a_walk() -> None:
+    walked = {name.lower() for heading in WALKS for name in re.findall(r"of (\w+)", heading)}
+    assert walked == {name for name in BACKENDS if name != "adalomo"}, "LOMO's walk is AdaLOMO's too"
+
+
+@pytest.mark.parametrize("heading", WALKS)
+def test_a_walk_is_short_and_names_functions_that_exist(heading: str) -> None:
+    lines, stops = WALKS[heading].strip().splitlines(), named(WALKS[heading])
+    assert len(lines) <= 10 and max(map(len, lines)) <= 120
+    assert len(stops) >= len(lines) - 1
     assert not [stop for stop in stops if not _defines(REPO / "ds_zo" / stop[0], stop[1])]
+
+
+def test_the_eight_nouns_are_where_the_table_says() -> None:
+    table = PAGE.split("## Eight nouns")[1].split("\n## ")[0]
+    rows = [row.split("|") for row in table.splitlines() if row.startswith("| `")]
+    assert len(rows) == 8 and all(len(row) == 5 for row in rows)
+    assert len(named(table)) >= 8
+    assert not [found for found in named(table) if not _defines(REPO / "ds_zo" / found[0], found[1])]
 
 
 def _defines(path: Path, name: str) -> bool:
@@ -61,9 +87,8 @@ def classes() -> list[tuple[Path, ast.ClassDef]]:
 
 
 def test_a_streamed_block_of_zo_crosses_few_files() -> None:
-    """The first walk: its files, and how often it returns from a lower package to a higher one."""
-    walk = PAGE.split("### One streamed block of ZO")[1].split("\n### ")[0]
-    files = re.findall(r"`([\w/]+\.py)`\s+`[\w.]+`", walk)
+    """Its files, and how often the walk returns from a lower package to a higher one."""
+    files = [file for file, _ in named(WALKS["A block of ZO"])]
     floors = [("ops", "streaming", "checkpoint", "backends").index(file.split("/")[0]) for file in files]
     assert len(files) > 10
     assert len(set(files)) <= 13
