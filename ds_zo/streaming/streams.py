@@ -241,3 +241,14 @@ def made_by(make: Callable[[torch.device], Streams]) -> Iterator[None]:
 def current_stream(device: torch.device) -> Stream:
     """The current stream at the time of each call, for code that belongs to no engine."""
     return CudaStream(device, is_current=True) if device.type == "cuda" else InlineStream()
+
+
+def current_of_thread(device: torch.device) -> Any:
+    """The stream that is current now, for `make_current`. None on the CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def make_current(stream: Any) -> None:
+    """Makes a stream that `current_of_thread` returned current in this thread."""
+    if stream is not None:
+        torch.cuda.set_stream(stream)

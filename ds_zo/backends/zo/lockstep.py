@@ -3,8 +3,8 @@
 [Note: passes in lockstep] The user's own forward runs in coroutines (greenlets), so a model needs no code for ZO. A
 pass that reaches a block requests it and pauses. When all passes have requested the block, it is uploaded once, and
 each pass runs it with its own perturbed copy. PyTorch and Python keep some state per thread, which would leak from one
-pass into another at a pause. So each pass has its own grad mode, autocast state, current stream, random states and
-context variables.
+pass into another at a pause. So each pass has its own flags of torch ([Note: flags of a pass] in `thread_state`),
+current stream, random states and context variables.
 """
 
 from __future__ import annotations
@@ -13,72 +13,23 @@ import contextvars
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from typing import Any
 
 import greenlet
 import torch
 
 from ds_zo.backends.common.random_state import RandomState
+from ds_zo.backends.zo.thread_state import ThreadState
 
 
 class CannotInterleave(RuntimeError):
     """Raised when a forward cannot run in lockstep. Running one pass after the other gives the right result."""
 
 
-_ATTENTION_KERNELS = (
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-)
-"""Getters and setters of the flags that `sdpa_kernel` sets and restores: forwards use it around all their blocks."""
-
-
-@dataclass
-class ThreadState:
-    """State that PyTorch keeps per thread or globally and that a forward may set around its blocks, besides random
-    states."""
-
-    grad: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    autocast_cache: bool
-    stream: Any
-    default_dtype: torch.dtype
-    attention_kernels: tuple[bool, ...]
-
-    @classmethod
-    def capture(cls, device: torch.device) -> ThreadState:
-        """The state of the current thread."""
-        kinds = ("cpu", "cuda") if device.type == "cuda" else ("cpu",)
-        return cls(
-            grad=torch.is_grad_enabled(),
-            autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
-            autocast_cache=torch.is_autocast_cache_enabled(),
-            stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
-            default_dtype=torch.get_default_dtype(),
-            attention_kernels=tuple(enabled() for enabled, _ in _ATTENTION_KERNELS),
-        )
-
-    def restore(self) -> None:
-        """Sets the current thread to this state."""
-        torch.set_grad_enabled(self.grad)
-        for kind, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self.autocast_cache)
-        torch.clear_autocast_cache()  # it holds casts of copies that are overwritten
-        torch.set_default_dtype(self.default_dtype)
-        for (_, enable), enabled in zip(_ATTENTION_KERNELS, self.attention_kernels, strict=True):
-            enable(enabled)
-        if self.stream is not None:
-            torch.cuda.set_stream(self.stream)
-
-
 class _LockstepPass:
     """One pass: its coroutine, and the thread state and random states to restore when it resumes."""
 
-    def __init__(self, call: Callable[[], Any], thread: ThreadState, randomness: tuple[Any, ...]) -> None:
+    def __init__(self, call: Callable[[], Any], thread: tuple[Any, ...], randomness: tuple[Any, ...]) -> None:
         self.coroutine = greenlet.greenlet(call)
         self.coroutine.gr_context = contextvars.copy_context()
         self.thread = thread
@@ -91,7 +42,7 @@ class Lockstep:
     """Runs passes of one forward, in lockstep or one after the other, each from the same random state."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._state = ThreadState(device)
         self._random = RandomState(device)
         self._hub: greenlet.greenlet | None = None
         self._thread = threading.get_ident()
@@ -159,13 +110,14 @@ class Lockstep:
         return results
 
     def _together(self, calls: Sequence[Callable[[], Any]], ready: Callable[[Any, int], None]) -> list[Any]:
-        outside = ThreadState.capture(self._device)
-        inside = replace(outside, autocast_cache=False)
-        start = self._random.get_state()
-        passes = [_LockstepPass(call, inside, start) for call in calls]
+        outside, start = self._state.read(), self._random.get_state()
         self._hub, self._thread, self._modes = greenlet.getcurrent(), threading.get_ident(), _open_modes()
-        inside.restore()  # the hub has the same state as most passes, so that switching costs little
+        passes: list[_LockstepPass] = []
         try:
+            torch.set_autocast_cache_enabled(False)
+            torch.clear_autocast_cache()
+            inside = self._state.read()  # the hub has the same state as most passes, so that switching costs little
+            passes += (_LockstepPass(call, inside, start) for call in calls)
             for index, pass_ in enumerate(passes):
                 self._resume(pass_, index, inside)
             while not all(pass_.coroutine.dead for pass_ in passes):
@@ -178,7 +130,7 @@ class Lockstep:
             return [pass_.request for pass_ in passes]
         finally:
             with ExitStack() as ending:  # a pass may raise again while it unwinds
-                ending.callback(outside.restore)
+                ending.callback(self._state.restore, outside)
                 ending.callback(setattr, self, "_hub", None)
                 for pass_ in reversed(passes):
                     ending.callback(self._end, pass_)
@@ -186,7 +138,7 @@ class Lockstep:
     def one_by_one(self, calls: Sequence[Callable[[], Any]], *, last_first: bool = False) -> list[Any]:
         """Runs the calls one after the other, each from the same random state, and returns their results. With
         `last_first`, runs the last call first."""
-        outside = ThreadState.capture(self._device)
+        outside = self._state.read()
         start = self._start = self.snapshot()
         results: list[Any] = [None] * len(calls)
         order = range(len(calls))
@@ -194,29 +146,28 @@ class Lockstep:
             for self.current in reversed(order) if last_first else order:
                 self.on_switch(self.current)
                 self.set_snapshot(start)
+                self._state.restore(outside)
                 torch.set_autocast_cache_enabled(False)
-                torch.clear_autocast_cache()
                 results[self.current] = contextvars.copy_context().run(calls[self.current])
         finally:
-            outside.restore()
+            self._state.restore(outside)
         return results
 
-    def _resume(self, pass_: _LockstepPass, index: int, hub: ThreadState) -> None:
+    def _resume(self, pass_: _LockstepPass, index: int, hub: tuple[Any, ...]) -> None:
         """Runs the pass until its next request or its end, in its own thread state and random states."""
         self.current = index
         self.on_switch(index)
         if pass_.thread != hub:
-            pass_.thread.restore()
+            self._state.restore(pass_.thread)
         self._random.set_state(pass_.randomness)
         try:
             pass_.request = pass_.coroutine.switch()
         finally:
-            pass_.thread = ThreadState.capture(self._device)
+            pass_.thread = self._state.read()
             pass_.randomness = self._random.get_state()
             if pass_.thread != hub:
-                hub.restore()
-            if any(enabled for _, enabled, _ in pass_.thread.autocast):
-                torch.clear_autocast_cache()  # it holds casts of copies that are overwritten
+                self._state.restore(hub)
+            torch.clear_autocast_cache()  # it holds casts of copies that are overwritten
         if isinstance(pass_.request, CannotInterleave):
             raise pass_.request
 
@@ -224,7 +175,7 @@ class Lockstep:
         """Ends a pass that has not finished: it would keep its activations alive, and leave its grad mode set."""
         if pass_.coroutine.dead or not pass_.coroutine:  # finished, or never started
             return
-        pass_.thread.restore()
+        self._state.restore(pass_.thread)
         pass_.coroutine.throw(greenlet.GreenletExit)
 
 

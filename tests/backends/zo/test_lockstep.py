@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks as top_saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ds_zo.backends.zo.lockstep import CannotInterleave, Lockstep
@@ -71,6 +73,20 @@ SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: sdpa_kernel(SDPBackend.MATH),
         lambda: (torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()),
     ),
+    "order of attention kernels": (
+        lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION], set_priority=True),
+        torch._C._get_sdp_priority_order,
+    ),
+    "cuDNN": (
+        lambda: torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True, allow_tf32=False),
+        lambda: (torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32),
+    ),
+    "oneDNN": (
+        lambda: torch.backends.mkldnn.flags(enabled=False, deterministic=True, allow_tf32=None),
+        lambda: (torch.backends.mkldnn.enabled, torch.backends.mkldnn.deterministic),
+    ),
+    "anomalies": (lambda: torch.autograd.set_detect_anomaly(True, check_nan=False), torch.is_anomaly_enabled),
+    "saved tensors": (lambda: saved_tensors_hooks(abs, abs), lambda: top_saved_tensors_hooks(True)),
 }
 
 
