@@ -48,6 +48,7 @@ from ds_zo.config import Resolved
 from ds_zo.config.agreement import check_agreement, shared_settings
 from ds_zo.config.schedulers import scheduler_warning
 from ds_zo.logs import warn
+from ds_zo.plugin import full_parameters
 from ds_zo.plugin.checkpointing import CheckpointingEngine
 from ds_zo.plugin.checks import check_optimizer
 from ds_zo.plugin.gathered_parameters import refuse_to_train_inside, set_zero3_attributes
@@ -136,6 +137,7 @@ class PluginEngine(CheckpointingEngine):
             process_group=self.data_parallel_group,
         )
         self.backend.is_writer, self.backend.has_several_writers = self._writes, self.use_node_local_storage()
+        self._undo.callback(full_parameters.attach(self.module))
         replaced = replace_zero_grad(self.optimizer, self.module, drop_sums=weakly(self.zero_grad))
         for stand_in in (*replaced, *refuse_resizing(self.module)):
             self._undo.callback(stand_in.remove)

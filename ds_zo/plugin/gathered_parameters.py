@@ -22,8 +22,9 @@ from deepspeed.runtime.zero.partition_parameters import GatheredParameters, Zero
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_zo.backends.common.module_state import ModuleState
 from ds_zo.backends.common.plain_copies import Hook
+from ds_zo.backends.common.weights_by_name import WeightsByName
+from ds_zo.streaming.intercepted import owner_of
 
 
 def init(
@@ -36,7 +37,7 @@ def init(
     original(self, params, modifier_rank, *args, **kwargs)
     enabled = kwargs.get("enabled", args[1] if len(args) > 1 else True)
     listed = params if isinstance(params, list) else [params]
-    if enabled and any(_state_of(p) is not None for p in listed):
+    if enabled and any(owner_of(p) is not None for p in listed):
         cls = type(self)  # a user's own subclass is put on top of ours
         own = EngineParameters if cls is GatheredParameters else type(cls.__name__, (cls, EngineParameters), {})
         self.__class__ = own
@@ -49,26 +50,26 @@ class EngineParameters(GatheredParameters):
 
     _ds_zo_listed: list[nn.Parameter]
     _ds_zo_modifier_rank: int | None
-    _ds_zo_shown: list[tuple[nn.Parameter, ModuleState]]
-    """Parameters that show copies inside the context, with the state of their engine."""
+    _ds_zo_shown: list[tuple[nn.Parameter, WeightsByName]]
+    """Parameters that show copies inside the context, with the weights of their engine."""
     _ds_zo_own: set[int]
     """Ids of the parameters that this context made copies for; an enclosing context made the other copies."""
     _ds_zo_handles: list[RemovableHandle]
 
     def __enter__(self) -> Any:
         entered = super().__enter__()
-        states = [(p, _state_of(p)) for p in self._ds_zo_listed]
-        self._ds_zo_shown = [(p, state) for p, state in states if state is not None]
-        listed: dict[ModuleState, list[nn.Parameter]] = {}
-        for parameter, state in self._ds_zo_shown:
-            listed.setdefault(state, []).append(parameter)
-        self._ds_zo_own = {id(p) for p, state in self._ds_zo_shown if not state.is_gathered(p)}
+        owners = [(p, owner_of(p)) for p in self._ds_zo_listed]
+        self._ds_zo_shown = [(p, owner) for p, owner in owners if owner is not None]
+        listed: dict[WeightsByName, list[nn.Parameter]] = {}
+        for parameter, owner in self._ds_zo_shown:
+            listed.setdefault(owner, []).append(parameter)
+        self._ds_zo_own = {id(p) for p, owner in self._ds_zo_shown if not owner.is_gathered(p)}
         self._ds_zo_handles = []
         is_written = self._ds_zo_modifier_rank is not None
-        for state, parameters in listed.items():
-            state.gather([p for p in parameters if id(p) in self._ds_zo_own])
-            for module, its in state.modules_that_materialise(parameters).items():
-                check = torch.compiler.disable(partial(state.check_forward, its, is_written))
+        for owner, parameters in listed.items():
+            owner.gather([p for p in parameters if id(p) in self._ds_zo_own])
+            for module, its in owner.modules_that_materialise(parameters).items():
+                check = torch.compiler.disable(partial(owner.check_forward, its, is_written))
                 self._ds_zo_handles.append(module.register_forward_pre_hook(Hook(check), prepend=True))
         _open_contexts.append(self)
         return entered
@@ -78,20 +79,20 @@ class EngineParameters(GatheredParameters):
         for handle in self._ds_zo_handles:
             handle.remove()
         keeps = self._ds_zo_modifier_rank is not None and exception[0] is None
-        shown = [(p, state) for p, state in self._ds_zo_shown if _state_of(p) is state]  # empty after destroy()
+        shown = [(p, owner) for p, owner in self._ds_zo_shown if owner_of(p) is owner]  # empty after destroy()
         # All values are read before the first is stored: storing one binds its whole unit to its stored buffers.
-        values = [state.gathered_value(p) for p, state in shown]
-        for p, state in shown:
-            if id(p) in self._ds_zo_own and state.is_gathered(p):
-                state.release(p)
-        for (parameter, state), value in zip(shown, values, strict=True):
+        values = [owner.gathered_value(p) for p, owner in shown]
+        for p, owner in shown:
+            if id(p) in self._ds_zo_own and owner.is_gathered(p):
+                owner.release(p)
+        for (parameter, owner), value in zip(shown, values, strict=True):
             if keeps:
                 if dist.is_initialized() and dist.get_world_size() > 1:
-                    value = value.to(state.device)
+                    value = value.to(owner.device, copy=True)
                     dist.broadcast(value, self._ds_zo_modifier_rank)
-                state.store(parameter, value)
+                owner.store(parameter, value)
             if id(parameter) in self._ds_zo_own:
-                state.bind_stored(parameter)
+                owner.bind_stored(parameter)
         return super().__exit__(*exception)
 
 
@@ -106,8 +107,8 @@ def refuse_to_train_inside(module: nn.Module) -> None:
     own = {id(p) for p in module.parameters()}
     if any(id(p) in own for context in _open_contexts for p in context._ds_zo_listed):
         raise RuntimeError(
-            "a model must not train inside deepspeed.zero.GatheredParameters, where its parameters show copies, got a "
-            "training forward or backward there: leave it first; a forward under torch.no_grad() works there"
+            "a model must not train inside deepspeed.zero.GatheredParameters, where its parameters may show copies, "
+            "got a training forward or backward there: leave it first; a forward under torch.no_grad() works there"
         )
 
 
@@ -139,9 +140,3 @@ class _NoParameters(nn.Module):
 
     def ds_external_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         return ()
-
-
-def _state_of(parameter: Any) -> ModuleState | None:
-    """The state of our engine that has `parameter`; None without one."""
-    state = getattr(parameter, "_hp_mapping", None)
-    return state if isinstance(state, ModuleState) else None

@@ -280,6 +280,7 @@ class BlockStore:
         completed on entry. On exit, every rank sees the writes."""
         for unit in units:
             self.runtime.host_wait(unit)
+            unit.may_be_changed = True
         meets = any(unit.streamed for unit in units)
         numbers = {id(u): i for i, u in enumerate(self.placement.units)}
         if meets:

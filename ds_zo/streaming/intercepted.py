@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -24,10 +24,12 @@ _HARMLESS = frozenset(
 """Names of methods that do not read a parameter's values: a placeholder gives the same answer."""
 _CONTENTS = frozenset("data T mT H mH real imag".split())
 """Names of properties that do read its values."""
+OWNER = "_ds_zo_owner"
+"""The attribute of a parameter that holds its owner."""
 
 
 class Owner(Protocol):
-    """The object that stores a parameter's weights. The parameter has it as its attribute `_hp_mapping`."""
+    """The object that stores a parameter's weights. The parameter has it as its attribute `OWNER`."""
 
     def refresh(self, parameter: nn.Parameter) -> None:
         """Makes the parameter show the weights of the current step, before a torch function uses them."""
@@ -37,9 +39,11 @@ class Owner(Protocol):
         itself."""
 
 
-class InterceptedParameter(nn.Parameter):
-    """A parameter whose owner is called before torch functions use its values. See [Note: direct access to
-    parameters]."""
+class Intercepted:
+    """Makes a class of parameters call the owner before torch functions use a parameter's values. See [Note: direct
+    access to parameters]."""
+
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
@@ -50,6 +54,22 @@ class InterceptedParameter(nn.Parameter):
             if not _needs_no_owner(func) and _call_owners(func, args, kwargs):
                 return None
             return func(*args, **kwargs)
+
+
+@cache
+def _intercepted_class(plain: type[nn.Parameter]) -> type[nn.Parameter]:
+    return type(f"Intercepted{plain.__name__}", (Intercepted, plain), {})
+
+
+def check_class(parameter: nn.Parameter, *, name: str) -> None:
+    """Raises if access to the parameter cannot be intercepted: its class changes what torch functions do."""
+    cls = plain_class(parameter)
+    if cls.__torch_function__ is not torch._C._disabled_torch_function_impl and not issubclass(cls, Intercepted):
+        raise ValueError(
+            "a stored parameter is a plain nn.Parameter, or of a subclass that keeps torch's functions, got "
+            f"{name} of {cls.__name__}, which defines __torch_function__: replace it by nn.Parameter before "
+            "deepspeed.initialize, or keep the model on the device"
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -64,17 +84,17 @@ def _call_owners(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     """Calls the owners of the parameters in the arguments. Returns True if an owner has executed `func`, an assignment
     to `.data`, itself."""
     if _sets_data(func):
-        owner = _owner_of(args[0])
-        return owner is not None and owner.replace(args[0], args[1])
+        owner = owner_of(args[0]) if isinstance(args[0], Intercepted) else None
+        return owner is not None and bool(owner.replace(args[0], args[1]))
     for parameter in parameters_in((*args, *kwargs.values())):
-        owner = _owner_of(parameter)
-        if owner is not None:
+        if isinstance(parameter, Intercepted) and (owner := owner_of(parameter)) is not None:
             owner.refresh(parameter)
     return False
 
 
-def _owner_of(parameter: Any) -> Owner | None:
-    return vars(parameter).get("_hp_mapping") if type(parameter) is InterceptedParameter else None
+def owner_of(parameter: Any) -> Any:
+    """The parameter's owner; None without one."""
+    return getattr(parameter, "__dict__", {}).get(OWNER)
 
 
 def without_interception() -> AbstractContextManager[None]:
@@ -84,22 +104,22 @@ def without_interception() -> AbstractContextManager[None]:
 
 
 def intercept(parameters: Iterable[nn.Parameter]) -> None:
-    """Makes plain parameters intercepted ones: same object, same memory. Other subclasses of Parameter stay as they
-    are."""
+    """Makes plain parameters intercepted ones: same object, same memory."""
     for p in parameters:
-        if type(p) is nn.Parameter:
-            p.__class__ = InterceptedParameter
+        if not isinstance(p, Intercepted):
+            p.__class__ = _intercepted_class(type(p))  # type: ignore[assignment]
 
 
 def stop_intercepting(parameters: Iterable[nn.Parameter]) -> None:
     for p in parameters:
-        if type(p) is InterceptedParameter:
-            p.__class__ = nn.Parameter  # type: ignore[assignment]
+        if isinstance(p, Intercepted):
+            p.__class__ = plain_class(p)  # type: ignore[assignment]
 
 
 def plain_class(parameter: nn.Parameter) -> type[nn.Parameter]:
+    """The class of the parameter while it is not intercepted."""
     found = type(parameter)
-    return nn.Parameter if found is InterceptedParameter else found
+    return found.__mro__[2] if issubclass(found, Intercepted) else found  # after the class itself and `Intercepted`
 
 
 def is_harmless(func: Any) -> bool:

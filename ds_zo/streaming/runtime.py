@@ -397,6 +397,7 @@ class Runtime:
         """Called before the host writes to `unit.store_buffer`. Blocks until the unit's last download is done, and
         invalidates the slots that hold the unit."""
         self.host_wait(unit)
+        unit.may_be_changed = True
         for slot in self._all_slots():
             if slot.unit is unit:
                 slot.filled.synchronize()

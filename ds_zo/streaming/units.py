@@ -228,6 +228,9 @@ class Unit:
         self._gathered_copies: dict[int, torch.Tensor] = {}
         """Values of `GatheredParameters` that parameters show while the unit is not materialised, by the parameter's
         id."""
+        self.may_be_changed = False
+        """Whether the stored bytes may be other ones than those that the unit has encoded: they were written to, or
+        shown where a user may write to them."""
         self.is_intercepted = False
         """Whether access to the parameters is intercepted while the unit is not materialised
         ([Note: direct access to parameters])."""

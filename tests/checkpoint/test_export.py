@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ds_zo import cli
+from ds_zo.backends.common.unit_weights import UnitWeights
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.export import Spec, write_model_file
 from ds_zo.streaming.loading import load_pretrained
@@ -170,22 +171,22 @@ def test_save_16bit_model_is_the_state_dict_in_one_file(name: str, filename: str
 @pytest.mark.parametrize("kind", ["llama", "opt", "gpt2", "bloom"])
 def test_save_pretrained_holds_a_shard_at_a_time(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
     """Copies of weights that are alive at once stay within a shard and a unit, and the files are the usual ones."""
-    engine = engine_for(tiny_model(kind, num_hidden_layers=6), JSONS["fp8 split"])
-    train(engine, batches(kind, 3))
-    shard, total = 12_000, sum(p.numel() * 2 for p in engine.module.parameters())
     alive: dict[int, int] = {}
     most = [0]
-    read = engine.backend.state.read
+    read = UnitWeights.read
 
-    def watched(parameter: torch.nn.Parameter) -> torch.Tensor:
-        value = read(parameter)
+    def watched(self: UnitWeights, parameter: torch.nn.Parameter) -> torch.Tensor:
+        value = read(self, parameter)
         nbytes = value.numel() * value.element_size()
         alive[id(value)] = nbytes
         weakref.finalize(value, alive.pop, id(value), None)
         most[0] = max(most[0], sum(alive.values()))
         return value
 
-    monkeypatch.setattr(engine.backend._pretrained, "_read", watched)
+    monkeypatch.setattr(UnitWeights, "read", watched)
+    engine = engine_for(tiny_model(kind, num_hidden_layers=6), JSONS["fp8 split"])
+    train(engine, batches(kind, 3))
+    shard, total = 12_000, sum(p.numel() * 2 for p in engine.module.parameters())
     engine.module.save_pretrained(tmp_path / "a", max_shard_size=shard)
     assert 0 < most[0] <= 2 * shard < total
     engine.module.save_pretrained(tmp_path / "b", max_shard_size=shard, state_dict=engine.module.state_dict())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.lomo_rank_cases import CASES, apart, resume, runs, save, uneven, wire
+from tests.helpers.lomo_rank_cases import CASES, apart, resume, runs, save, uneven, wire, write_gathered
 from tests.helpers.ranks import job
 from tests.helpers.weights import assert_close
 
@@ -158,3 +158,9 @@ def test_ranks_that_share_blocks_may_lack_gradients_that_others_have() -> None:
                 continue
             assert ours[case]["digests"] == theirs[case]["digests"], case
     assert sharded[0]["resident"]["digests"] == sharded[1]["resident"]["digests"]
+
+
+def test_all_ranks_take_over_a_gathered_weight_on_the_device() -> None:
+    first, second = job(write_gathered, 2)
+    torch.testing.assert_close(first["written"], torch.ones_like(first["written"]), atol=0.1, rtol=0)
+    assert first["digest"] == second["digest"]

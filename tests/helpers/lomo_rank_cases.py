@@ -342,3 +342,15 @@ def apart(rank: int) -> dict[str, Any]:
     except RuntimeError as error:
         return {"message": str(error)}
     return {"message": "went on"}
+
+
+def write_gathered(rank: int) -> dict[str, Any]:
+    """What each rank has after rank 1 has written to a weight on the device, under `GatheredParameters`."""
+    import deepspeed
+
+    engine = start(CASES["adalomo"], lively("llama"))
+    p = next(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters([p], modifier_rank=1):
+        p.data.fill_(float(rank))
+    _step(engine, 0)
+    return {"written": p.detach(), "digest": digest(engine)}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import nn
 
 from ds_zo.backends.adapter.base import FrozenBase
-from ds_zo.backends.adapter.module_state import FrozenModuleState
 from ds_zo.backends.adapter.streamed import StreamedBase
 from ds_zo.backends.adapter.trained import (
     AdapterParameters,
@@ -34,7 +33,6 @@ from ds_zo.backends.adapter.trained import (
 from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
-from ds_zo.backends.common.full_parameters import ResidentParameters
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.recompute.backend import RecomputedBackend
 from ds_zo.backends.recompute.model_blocks import ModelBlocks, OneBackward
@@ -50,8 +48,6 @@ from ds_zo.streaming.node import use_world_timeout
 
 class AdapterBackend(RecomputedBackend):
     """Calls `step()` of a real optimizer. See this module's docstring."""
-
-    module_state: FrozenModuleState | None = None
 
     def __init__(
         self,
@@ -82,13 +78,7 @@ class AdapterBackend(RecomputedBackend):
         self._passes = OneBackward(self.blocks)
         self.blocks.wrap(self._passes)
         self._trained = AdapterParameters(module, optimizer, chosen=chosen, process_group=process_group)
-        if isinstance(self.blocks, StreamedBase):
-            self.module_state = self.blocks.state
-            self.blocks.state.master_of = self._trained.master_of
-        resident = [p for p in module.parameters() if not self.blocks.is_streamed and p.is_floating_point()]
-        self._resident_parameters = ResidentParameters(
-            resident, read=self._trained.read_full, write=self._trained.write_full
-        )
+        self.access_weights(low_bits=self._trained)
         self._frozen_base = FrozenBase(module, self.blocks)
         if dist.is_initialized() and dist.get_world_size(process_group) > 1:
             use_world_timeout(process_group, device)
@@ -240,12 +230,6 @@ class AdapterBackend(RecomputedBackend):
         if resume:
             self.optimizer.load_state_dict(optimizer)
 
-    def frozen_unread(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.module_state is None else self.module_state.frozen_undecoded()
-
-    def read_stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        return value.cpu() if self.module_state is None else self.module_state.read_stored(name, value)
-
     # Description
 
     def _describe_step(self) -> str:
@@ -267,8 +251,8 @@ class AdapterBackend(RecomputedBackend):
 
     def close(self) -> None:
         self._trained.return_to_optimizer()
-        self._resident_parameters.close()
         self.blocks.close()
+        self.weights_by_name.close()
 
 
 def _refuse_foreign_quantisation(module: nn.Module) -> None:

@@ -40,8 +40,7 @@ class FrozenBase:
             own = {name: p for name, p in self._module.named_parameters() if name in names}
             sums = {name: ops.value_sum(p) for name, p in own.items()}
         else:
-            units = self._base.store.placement.units
-            sums = sums_of_units(units, names, may_be_changed=self._base.state.may_be_changed)
+            sums = sums_of_units(self._base.store.placement.units, names)
         return describe_base(self._module, sums, self._formats(names))
 
     def _formats(self, names: Collection[str]) -> set[str]:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from ds_zo.backends.adapter.matrix_decoding import attach, detach, placeholders
-from ds_zo.backends.adapter.module_state import FrozenModuleState
 from ds_zo.backends.adapter.trained import resident_ids
 from ds_zo.backends.common.frozen_format import plan_frozen_format
 from ds_zo.backends.common.startup import formats_of
@@ -92,7 +91,6 @@ class StreamedBase(RecomputedBlocks):
             stored_as=f", blocks stored as {formats}{decoded}" if formats else "",
             fills_after="the second step",
         )
-        self.state = FrozenModuleState(self.recomputation, module)
 
     @contextmanager
     def forward(self, call: Mapping[str, Any], *, downloads: Collection[Unit] = ()) -> Iterator[None]:
@@ -115,6 +113,5 @@ class StreamedBase(RecomputedBlocks):
 
     def close(self) -> None:
         super().close()
-        self.state.close()
         if self.host_inputs is not None:
             self.host_inputs.close()

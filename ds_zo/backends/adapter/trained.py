@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ds_zo.backends.common.ownership import LowBits
 from ds_zo.checkpoint.errors import CheckpointError
 from ds_zo.streaming.placement import adapter_ids
 
@@ -46,7 +47,7 @@ class Trained:
         self.shared_gradient = self.master.grad
 
 
-class AdapterParameters:
+class AdapterParameters(LowBits):
     """The parameters of an optimizer that may be trained. Replaces 16-bit ones in its param groups by masters."""
 
     def __init__(
@@ -183,16 +184,12 @@ class AdapterParameters:
         found = self._master_of.get(id(parameter))
         return None if found is None else found.detach()
 
-    @torch.no_grad()
-    def read_full(self, parameter: nn.Parameter) -> torch.Tensor:
-        """A copy of a parameter in float32, with the low bits of its master."""
-        stored, master = parameter.detach().to(torch.float32, copy=True), self.master_of(parameter)
-        return stored if master is None else with_low_bits(stored, master, parameter.dtype)
+    def added(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        master = self.master_of(parameter)
+        return full if master is None else with_low_bits(full, master.to(full.device), parameter.dtype)
 
     @torch.no_grad()
-    def write_full(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        """Replaces a parameter, and its master."""
-        parameter.data.copy_(value)
+    def keep(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
         master = self.master_of(parameter)
         if master is not None:
             master.copy_(value)

@@ -5,7 +5,7 @@ See [Note: frozen base].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,9 @@ from ds_zo.streaming.loading import source_of
 from ds_zo.streaming.units import Unit
 
 
-def sums_of_units(
-    units: Iterable[Unit], names: Collection[str], *, may_be_changed: Callable[[Unit], bool]
-) -> dict[str, str]:
-    """The sum of each parameter's value before it was encoded. `may_be_changed`: whether the values of a unit that is
-    not encoded may have changed after they were stored. They are then summed again."""
+def sums_of_units(units: Iterable[Unit], names: Collection[str]) -> dict[str, str]:
+    """The sum of each parameter's value before it was encoded. Values that are not encoded are summed again where they
+    may have changed."""
     found: dict[str, str] = {}
     for unit in units:
         for part, planes in zip(unit.parts, unit.planes(unit.store_buffer), strict=True):
@@ -30,7 +28,7 @@ def sums_of_units(
                 found[placed.name] = placed.value_sum
                 if is_own_storage(unit):
                     found[placed.name] = ops.value_sum(placed.parameter)
-                elif part.viewable and may_be_changed(unit):
+                elif part.viewable and unit.may_be_changed:
                     found[placed.name] = ops.value_sum(placed.view(planes.storage))
     return found
 

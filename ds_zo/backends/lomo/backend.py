@@ -38,12 +38,11 @@ from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
-from ds_zo.backends.common.full_parameters import ResidentParameters
 from ds_zo.backends.common.known_parameters import KnownParameters
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.lomo.buckets import GradientConsumer, buckets_of
 from ds_zo.backends.lomo.foreign_leaves import ForeignLeaves
-from ds_zo.backends.lomo.parameters import FullWeights, make_parameter_states
+from ds_zo.backends.lomo.parameters import Residues, make_parameter_states
 from ds_zo.backends.lomo.passes import BackwardPasses, BackwardPhase
 from ds_zo.backends.lomo.reducer import GradientReducer, LocalReducer, Reducer
 from ds_zo.backends.lomo.skipped_updates import SkippedUpdates
@@ -52,8 +51,7 @@ from ds_zo.backends.lomo.updates import SGD, Updater, UpdateRule
 from ds_zo.backends.lomo.window import AccumulationWindow
 from ds_zo.backends.recompute.backend import RecomputedBackend
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, is_compiled, run_backward_twice
-from ds_zo.backends.recompute.model_blocks import RecomputedBlocks, make_blocks
-from ds_zo.backends.recompute.module_state import RecomputedModuleState
+from ds_zo.backends.recompute.model_blocks import make_blocks
 from ds_zo.config import LOMOParams, Resolved
 from ds_zo.optim import LossScaler
 from ds_zo.streaming.allocator import warn_of_fragmentation
@@ -117,11 +115,8 @@ class LOMOBackend(RecomputedBackend):
             make_reducer=self._make_reducer,
         )
         self._publish_scale(overflow=False)
-        if isinstance(self.blocks, RecomputedBlocks):
-            self.module_state = RecomputedModuleState(self.blocks.recomputation, module)
-        resident = [] if self.blocks.is_streamed else self._parameter_states
-        full = FullWeights(resident, keeps_residues=config.section.rounding == "kahan")
-        self._resident_parameters = ResidentParameters(full.parameters, read=full.read, write=full.write)
+        keeps_residues = config.section.rounding == "kahan" and not self.blocks.is_streamed
+        self.access_weights(low_bits=Residues(self._parameter_states) if keeps_residues else None)
         self._warn()
 
     @classmethod
@@ -326,6 +321,4 @@ class LOMOBackend(RecomputedBackend):
     def close(self) -> None:
         self._passes.close()
         self.blocks.close()
-        self._resident_parameters.close()
-        if self.module_state is not None:
-            self.module_state.close()
+        self.weights_by_name.close()

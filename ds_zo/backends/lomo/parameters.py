@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ds_zo.backends.common.ownership import LowBits
 from ds_zo.backends.recompute.blocks import RecomputedBlock, shared_parameters
 from ds_zo.config import ConfigError, LOMOParams, Resolved
 from ds_zo.optim import OFFSET_ALIGNMENT, AdamMoments, FactoredMoments
@@ -53,26 +54,20 @@ class ParameterState:
         self._residue, self._residue_version = value, self.parameter._version
 
 
-class FullWeights:
-    """Reads and writes weights on the device in float32, with the residues of `rounding: kahan`."""
+class Residues(LowBits):
+    """The residues of `rounding: kahan`."""
 
-    def __init__(self, states: Sequence[ParameterState], *, keeps_residues: bool) -> None:
+    def __init__(self, states: Sequence[ParameterState]) -> None:
         self._state_of = {id(state.parameter): state for state in states}
-        self._keeps_residues = keeps_residues
-        self.parameters = [state.parameter for state in states]
 
-    @torch.no_grad()
-    def read(self, parameter: nn.Parameter) -> torch.Tensor:
-        found = parameter.detach().to(torch.float32, copy=True)
-        residue = self._state_of[id(parameter)].residue
-        return found if residue is None else found.add_(residue)
+    def added(self, parameter: nn.Parameter, full: torch.Tensor) -> torch.Tensor:
+        state = self._state_of.get(id(parameter))
+        return full if state is None or state.residue is None else full.add_(state.residue)
 
-    @torch.no_grad()
-    def write(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
-        value = value.to(parameter.device, torch.float32)
-        parameter.data.copy_(value)
-        if self._keeps_residues and parameter.dtype is not torch.float32:
-            self._state_of[id(parameter)].residue = (value - parameter.detach().float()).to(
+    def keep(self, parameter: nn.Parameter, value: torch.Tensor) -> None:
+        state = self._state_of.get(id(parameter))
+        if state is not None and parameter.dtype is not torch.float32:
+            state.residue = (value - parameter.detach().float()).to(
                 parameter.dtype, memory_format=torch.contiguous_format
             )
 

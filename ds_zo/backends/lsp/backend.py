@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ds_zo.backends.common.backend import Backend, StepOutcome
+from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.plain_copies import weakly
 from ds_zo.backends.common.startup import StartupSummary, nonzero
@@ -54,10 +54,9 @@ from ds_zo.backends.lsp.state import (
     saved_matrices,
 )
 from ds_zo.backends.lsp.streamed import PendingUpdate
-from ds_zo.backends.lsp.streamed_state import StreamedUpdateOnAccessState
-from ds_zo.backends.lsp.weights import UpdateOnAccessState
+from ds_zo.backends.recompute.backend import RecomputedBackend
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
-from ds_zo.backends.recompute.model_blocks import RecomputedBlocks, make_blocks
+from ds_zo.backends.recompute.model_blocks import make_blocks
 from ds_zo.config import ConfigError, LSPParams, Resolved
 from ds_zo.logs import warn
 from ds_zo.optim.loss_scale import LossScaler
@@ -70,7 +69,7 @@ A handle refers to its hooks weakly. This dict keeps the handles reachable: of a
 could clear that reference before the engine removes its hooks."""
 
 
-class LSPBackend(Backend):
+class LSPBackend(RecomputedBackend):
     """Trains a module with LSP. One instance serves one DeepSpeed engine."""
 
     def __init__(
@@ -139,13 +138,7 @@ class LSPBackend(Backend):
         )
         self._pending.handles += self._passes.handles
         _module_hooks[module] = self._pending.handles
-        apply_all = weakly(self._pending.apply_all)
-        self._state: UpdateOnAccessState | StreamedUpdateOnAccessState
-        if isinstance(self.blocks, RecomputedBlocks):
-            self._state = StreamedUpdateOnAccessState(self.blocks.recomputation, module, apply_all)
-        else:
-            has_pending = weakly(self._pending.exist)
-            self._state = UpdateOnAccessState(module, apply_all, has_pending=has_pending, device=device)
+        self.access_weights(settle=weakly(self._pending.apply_all), has_pending=weakly(self._pending.exist))
         self._finalizer = weakref.finalize(self, _end_threads, self.ranks, self._groups.queue)
         self._is_closed = False
         self._trained.follow(self.param_groups)
@@ -183,15 +176,11 @@ class LSPBackend(Backend):
         weight."""
         self._pending.apply_all()
 
-    def _unwatched_weights(self) -> AbstractContextManager[None]:
-        """Returns a context in which this backend's own accesses to weights do not apply pending updates."""
-        return self._state.unwatched()
-
     # Forward and backward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. A backward may also follow in evaluation mode: transformers loads models in it."""
-        with self._unwatched_weights():
+        with self.plain_parameters():
             if not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)
             trains = self.module.training
@@ -206,7 +195,7 @@ class LSPBackend(Backend):
                 return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
-        with self._unwatched_weights():
+        with self.plain_parameters():
             pending = [g for g in self._groups.on_host if g.phase is GroupPhase.UPDATE_PENDING and g.unit is None]
             self.apply_pending_updates()  # of the layers that the forward pass did not use
             self._check_left_gradients()
@@ -222,7 +211,7 @@ class LSPBackend(Backend):
     # Step
 
     def step(self) -> StepOutcome:
-        with self._unwatched_weights():
+        with self.plain_parameters():
             return self._step()
 
     def _step(self) -> StepOutcome:
@@ -340,15 +329,6 @@ class LSPBackend(Backend):
             self._scaler.publish(self.optimizer, overflow=False)
         load_matrix_states(self._groups.matrices_and_moments(), saved, settings=self.settings, device=self.device)
 
-    def stored(self) -> dict[str, torch.Tensor]:
-        self.apply_pending_updates()
-        state = self._state
-        return state.stored() if isinstance(state, StreamedUpdateOnAccessState) else super().stored()
-
-    def stored_changed(self) -> None:
-        if isinstance(self._state, StreamedUpdateOnAccessState):
-            self._state.stored_changed()
-
     def rank_state(self) -> dict[str, Any]:
         self._groups.undo_updates()
         self._check_left_gradients()
@@ -408,11 +388,10 @@ class LSPBackend(Backend):
         # uses the module, and PyTorch aborts if a finalizer creates tensors.
         applies_pending = (self.ranks is None or self._finalizer.alive) and not sys.is_finalizing()
         self._pending_update.apply = self._apply_pending_to_unit
-        if self.blocks.is_streamed:
-            applies_pending &= self._state.owns_module()
+        applies_pending &= self.weights_by_name.owns_module()
         with ExitStack() as stack:  # runs all callbacks, the last first, also if a failed job raises below
             stack.callback(self._groups.close)
-            stack.callback(self._state.close)
+            stack.callback(self.weights_by_name.close)
             stack.callback(self.blocks.close)
             for handle in self._pending.handles:
                 stack.callback(handle.remove)

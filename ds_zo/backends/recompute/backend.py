@@ -2,42 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from ds_zo.backends.common.backend import Backend
-from ds_zo.backends.recompute.module_state import RecomputedModuleState
+from ds_zo.backends.common.ownership import LowBits
+from ds_zo.backends.common.unit_weights import UnitWeights
+from ds_zo.backends.common.weights_by_name import ResidentWeights, WeightsByName
+from ds_zo.backends.recompute.model_blocks import ModelBlocks, RecomputedBlocks
+from ds_zo.backends.recompute.stored_weights import StoredWeights
 
 
 class RecomputedBackend(Backend):
-    """A backend that streams blocks and recomputes them, or keeps the whole module on the device."""
+    """A backend that streams blocks and recomputes them, or keeps the whole module on the device. Its constructor sets
+    `blocks`, and then calls `access_weights`."""
 
-    module_state: RecomputedModuleState | None = None
-    """Access to the weights of streamed blocks. None: the module's parameters are the weights."""
+    blocks: ModelBlocks
+    weights_by_name: WeightsByName
+
+    def access_weights(
+        self,
+        *,
+        low_bits: LowBits | None = None,
+        settle: Callable[[], None] | None = None,
+        has_pending: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Makes `weights_by_name`. `low_bits`: what is kept of weights besides the parameters. `settle` applies pending
+        updates. `has_pending`: whether there are any. None of them may refer to the backend."""
+        if isinstance(self.blocks, RecomputedBlocks):
+            storage = StoredWeights(self.module, self.blocks.recomputation, settle=settle)
+            self.weights_by_name = UnitWeights(self.module, storage, low_bits=low_bits)
+        else:
+            self.weights_by_name = ResidentWeights(
+                self.module,
+                device=self.device,
+                low_bits=low_bits,
+                settle=settle,
+                has_pending=has_pending,
+            )
 
     def plain_parameters(self) -> AbstractContextManager[None]:
         """Context in which parameters do not report reads ([Note: direct access to parameters])."""
-        return nullcontext() if self.module_state is None else self.module_state.unwatched()
+        return self.weights_by_name.unwatched()
+
+    def frozen_unread(self) -> AbstractContextManager[None]:
+        return self.weights_by_name.frozen_undecoded()
 
     def stored(self) -> dict[str, torch.Tensor]:
-        return super().stored() if self.module_state is None else self.module_state.stored()
+        return self.weights_by_name.stored()
 
     @property
     def stored_are_copies(self) -> bool:
-        return self.module_state is not None and bool(self.module_state.collected)
+        return self.weights_by_name.stored_are_copies
+
+    def read_stored(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return self.weights_by_name.read_stored(name, value)
 
     def write_stored(self, name: str, target: torch.Tensor, value: torch.Tensor) -> None:
-        write = super().write_stored if self.module_state is None else self.module_state.write_stored
-        write(name, target, value)
+        self.weights_by_name.write_stored(name, target, value)
 
     def stored_changed(self) -> None:
-        if self.module_state is not None:
-            self.module_state.stored_changed()
+        self.weights_by_name.stored_changed()
 
     @contextmanager
     def readable_by_writers(self) -> Iterator[None]:
-        state = self.module_state
-        with nullcontext() if state is None else state.all_readable(reads=self.is_writer):
+        with self.weights_by_name.readable(reads=self.is_writer):
             yield

@@ -11,7 +11,6 @@ current step.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -28,8 +27,8 @@ from ds_zo.backends.common.backend import Backend, StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
-from ds_zo.backends.common.pretrained import PretrainedSaving
 from ds_zo.backends.common.startup import StartupSummary
+from ds_zo.backends.common.unit_weights import UnitWeights
 from ds_zo.backends.zo.activations import Activations
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.checkpoint import ZOCheckpoint
@@ -41,7 +40,7 @@ from ds_zo.backends.zo.outputs import loss_of, tie, with_floats, with_losses
 from ds_zo.backends.zo.pass_inputs import PassInputs
 from ds_zo.backends.zo.passes import TrainingPasses
 from ds_zo.backends.zo.ranks import Ranks
-from ds_zo.backends.zo.state import ReplayedState
+from ds_zo.backends.zo.replayed_weights import ReplayedWeights
 from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.snapshot import Snapshot, persistent_buffers
@@ -88,13 +87,11 @@ class ZOBackend(Backend):
             graphs=self._graphs,
             before_pass_long=self._perturb_every_row,
         )
-        self.state = ReplayedState(self.block_store, module)
-        self._pretrained = PretrainedSaving(module, self.state.read)
         self._checkpoint = ZOCheckpoint(self.block_store, module, aliases=self.aliases())
         writes = not dist.is_initialized() or dist.get_rank() == 0
         self.recorder = self._checkpoint.recorder() if config.section.checkpoint.trajectory and writes else None
-        self.state.on_write = self._break_trajectory
-        self._closed = False
+        storage = ReplayedWeights(module, self.block_store, on_write=self._break_trajectory)
+        self.weights_by_name = UnitWeights(module, storage)
         self._never_in_train_mode = not module.training
         """Whether no forward has run in train mode yet. `from_pretrained` returns models in eval mode, and DeepSpeed
         trains them also if the script never calls `train()`."""
@@ -120,7 +117,7 @@ class ZOBackend(Backend):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module, and cleans up after Ctrl-C."""
-        with self.state.unwatched():
+        with self.weights_by_name.unwatched():
             try:
                 return self._forward(*args, **kwargs)
             except KeyboardInterrupt:
@@ -259,7 +256,7 @@ class ZOBackend(Backend):
     # Saving, loading, describing
 
     def frozen_unread(self) -> AbstractContextManager[None]:
-        return self.state.frozen_undecoded()
+        return self.weights_by_name.frozen_undecoded()
 
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
         self.block_store.must_choose_interval = False  # the checkpoint holds the interval
@@ -274,7 +271,7 @@ class ZOBackend(Backend):
         facts = self._checkpoint.facts()
         names = ("noise_version", "seed", "distribution", "num_directions")
         self._continues_noise = all(saved.backend_state[name] == facts[name] for name in names)
-        self.state.forget()
+        self.weights_by_name.forget()
         if not resume:
             self._break_trajectory()
 
@@ -286,7 +283,7 @@ class ZOBackend(Backend):
             self.block_store.materialiser.fold_due()
             self.block_store.log.append_row(row)
         self._projected.zero_()
-        self.state.forget()
+        self.weights_by_name.forget()
         return self.block_store.log.num_skipped(rows)
 
     def weights(self, *, omitted: Collection[str] = ()) -> Stream:
@@ -296,7 +293,7 @@ class ZOBackend(Backend):
         specs += [Spec(name, value.dtype, tuple(value.shape)) for name, value in buffers.items()]
 
         def read() -> Iterator[tuple[str, torch.Tensor]]:
-            yield from ((p.name, self.state.read(p.parameter).cpu()) for p in placed)
+            yield from ((p.name, self.weights_by_name.read(p.parameter).cpu()) for p in placed)
             yield from ((name, value.detach().cpu()) for name, value in buffers.items())
 
         return specs, read()
@@ -315,7 +312,7 @@ class ZOBackend(Backend):
             if names[name] not in weights:
                 continue
             if name in parameters:
-                self.state.write(parameters[name], weights[names[name]])
+                self.weights_by_name.store(parameters[name], weights[names[name]])
             else:
                 value.copy_(weights[names[name]])
 
@@ -363,18 +360,9 @@ class ZOBackend(Backend):
             if self.recorder is not None:
                 self.recorder.close()
         finally:
-            # Not while the interpreter exits: nothing refers to the module then, and PyTorch aborts on tensors made in
-            # a finalizer. If it fails, for lack of memory for example, the stored weights stay, and the caller may try
-            # again.
-            if not self._closed and not sys.is_finalizing() and self.state.owns_module():
-                self.state.stop_intercepting()
-                self.state.release_all(rebind=True)
-                self.state.return_weights()
-            self._closed = True
+            self.weights_by_name.give_back()
             self._passes.close()
             self._trained_parameters.close()
             if self._graphs is not None:
                 self._graphs.close()
-            self._pretrained.close()
-            self.state.close()
-            self.block_store.close()
+            self.weights_by_name.close()

@@ -165,7 +165,7 @@ class ZOCheckpoint:
         units = self._block_store.placement.units
         parts = [p for u in units for p in u.parts if p.frozen and any(placed.name in names for placed in p.placed)]
         own = names & {placed.name for part in parts for placed in part.placed}
-        sums = sums_of_units(units, own, may_be_changed=lambda unit: True)
+        sums = sums_of_units(units, own)
         return describe_base(self._module, sums, (part.stored_as for part in parts))
 
     def _check_base(self, saved: Saved, omitted: set[str]) -> None:

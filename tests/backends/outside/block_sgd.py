@@ -22,8 +22,7 @@ from ds_zo.backends import StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.recompute.backend import RecomputedBackend
-from ds_zo.backends.recompute.model_blocks import OneBackward, RecomputedBlocks, make_blocks
-from ds_zo.backends.recompute.module_state import RecomputedModuleState
+from ds_zo.backends.recompute.model_blocks import OneBackward, make_blocks
 from ds_zo.config import ConfigError, OptimizerParams, Resolved
 from ds_zo.streaming.units import Unit
 
@@ -75,8 +74,7 @@ class BlockSGD(RecomputedBackend):
         )
         self._passes = OneBackward(self.blocks, on_block_end=self._end_block)
         self.blocks.wrap(self._passes)
-        if isinstance(self.blocks, RecomputedBlocks):
-            self.module_state = RecomputedModuleState(self.blocks.recomputation, module)
+        self.access_weights()
         self._names = {id(p): name for name, p in module.named_parameters()}
         in_blocks = {id(placed.parameter) for unit in self.blocks.units for placed in unit.placed}
         self._outside_blocks = [p for p in module.parameters() if id(p) not in in_blocks]
@@ -141,8 +139,7 @@ class BlockSGD(RecomputedBackend):
 
     def close(self) -> None:
         self.blocks.close()
-        if self.module_state is not None:
-            self.module_state.close()
+        self.weights_by_name.close()
 
 
 def register() -> None:
