@@ -76,5 +76,6 @@ def _adapter_hash(state: Mapping[str, Any], read: Read, model: nn.Module, block_
     return hash_json(hashes)
 
 
-_NARROW = [fmt for fmt in (*ops.PACKED.values(), *ops.FORMATS.values()) if fmt.scale_dtype is not None]
+_FORMATS = (*(found.form for found in ops.PACKED.values()), *ops.FORMATS.values())
+_NARROW = [form for form in _FORMATS if form.scale_dtype is not None]
 """Formats with scales. Weights of a model have no such dtype."""

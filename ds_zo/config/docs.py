@@ -14,7 +14,7 @@ from ds_zo.config.learning_rates import rate_table
 from ds_zo.config.marks import ReadBy
 from ds_zo.config.optimizers import OptimizerParams
 from ds_zo.config.registry import backend_names, entries, readers
-from ds_zo.config.section import BackendName, CheckpointConfig, DsZoConfig, StreamConfig
+from ds_zo.config.section import FROZEN_DTYPES, BackendName, CheckpointConfig, DsZoConfig, FormatName, StreamConfig
 
 _SECTIONS: dict[str, type[BaseModel]] = {
     "`ds_zo`": DsZoConfig,
@@ -86,6 +86,8 @@ def _type_text(info: FieldInfo) -> str:
 def _annotation_text(annotation: Any) -> str:
     if annotation is BackendName:
         return " or ".join(f"`{name}`" for name in backend_names())
+    if annotation is FormatName:
+        return " or ".join(f"`{name}`" for name in FROZEN_DTYPES)
     origin = get_origin(annotation)
     parts = [part for part in get_args(annotation) if part is not type(None)]
     if origin is Literal:

@@ -5,9 +5,10 @@ A field's marks say which backends read the key, and what it needs: see `ds_zo/c
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NewType
+from typing import Annotated, Any, Literal, NewType, get_args
 
 from pydantic import Field, field_validator
+from pydantic_core import PydanticKnownError
 
 from ds_zo.config.base import ConfigModel
 from ds_zo.config.errors import rule_error, shown
@@ -15,6 +16,10 @@ from ds_zo.config.marks import MODEL_DTYPE, MayDiffer, Needs, ReadBy, Trait
 
 FrozenDtype = Literal["auto", "bf12", "fp8", "nf4", "mxfp4"]
 """A format of frozen matrices; auto: as the model's files hold them, or else the model's dtype."""
+FROZEN_DTYPES: list[str] = list(get_args(FrozenDtype))
+"""The values of `frozen_dtype`. `streaming.placement.register_format` adds one."""
+FormatName = NewType("FormatName", str)
+"""One of `FROZEN_DTYPES`."""
 BackendName = NewType("BackendName", str)
 """The name of a registered backend, in lower case."""
 
@@ -62,8 +67,8 @@ class StreamConfig(ConfigModel):
     shared by 256 values. fp8 takes half the bytes of bf16."""
 
     frozen_dtype: Annotated[
-        FrozenDtype, Needs.STREAMING, ReadBy(Trait.STORES_OTHER_DTYPES | Trait.STORES_FROZEN_DTYPES)
-    ] = "auto"
+        FormatName, Needs.STREAMING, ReadBy(Trait.STORES_OTHER_DTYPES | Trait.STORES_FROZEN_DTYPES)
+    ] = FormatName("auto")
     """Format in which frozen matrices of blocks are stored ({readers}), such as the base model under LoRA; auto:
     the model's dtype, or the four bits in which the files of `ds_zo.load_pretrained` hold a matrix. nf4 is the four-bit
     format of bitsandbytes, in groups of 64 values: 0.5625 bytes a weight. mxfp4 is that of gpt-oss, for matrices that
@@ -92,6 +97,14 @@ class StreamConfig(ConfigModel):
 
     blocks: str | list[str] | None = None
     """Dotted path of the module list with the blocks, or a list of paths; []: no blocks; null: found in the model."""
+
+    @field_validator("frozen_dtype", mode="before")
+    @classmethod
+    def _registered(cls, value: Any) -> Any:
+        if value not in FROZEN_DTYPES:
+            *others, last = map(repr, FROZEN_DTYPES)
+            raise PydanticKnownError("literal_error", {"expected": f"{', '.join(others)} or {last}"})
+        return value
 
     @field_validator("blocks", mode="before")
     @classmethod

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from ds_zo.ops import mxfp4, nf4
 from ds_zo.ops.bit_sums import bit_sum, sum_in_form, value_sum
 from ds_zo.ops.codecs import CHUNK_NUMEL, copy_staged_, decode, encode_
 from ds_zo.ops.formats import FORMATS, Format, rounding_std, storage_format
+from ds_zo.ops.frozen import PACKED, FrozenFormat, dequantise_mxfp4_, dequantise_nf4_, format_of
 from ds_zo.ops.mxfp4 import MXFP4
 from ds_zo.ops.nf4 import NF4
 from ds_zo.ops.philox import philox4x32
@@ -24,6 +24,7 @@ from ds_zo.ops.segments import SEGMENT_ALIGNMENT, Segment, SegmentTable, build_t
 __all__ = [
     "AS_STORED",
     "CHUNK_NUMEL",
+    "FORMATS",
     "MXFP4",
     "NF4",
     "NOISE_VERSION",
@@ -32,6 +33,7 @@ __all__ = [
     "Copies",
     "Distribution",
     "Format",
+    "FrozenFormat",
     "Noise",
     "Pending",
     "Planes",
@@ -55,9 +57,6 @@ __all__ = [
     "sum_in_form",
     "value_sum",
 ]
-
-PACKED: dict[torch.dtype, Format] = {f.dtype: f for f in (NF4, MXFP4)}
-"""Four-bit formats of frozen parameters, by the dtype that stands for each."""
 
 
 def replay_perturb(
@@ -93,36 +92,6 @@ def replay_perturb(
         replay_perturb_triton(call)
     else:
         replay_perturb_reference(call)
-
-
-def format_of(dtype: torch.dtype) -> Format | None:
-    """The format of stored bytes of a dtype; None if it has none. The uint8 of bf12 and the dtypes of `PACKED` are used
-    for nothing else."""
-    return PACKED.get(dtype) or FORMATS.get(dtype)
-
-
-def dequantise_nf4_(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor) -> None:
-    """Writes the values of an nf4 plane to `out`, rounded to its dtype. See [Note: nf4] in `ops.nf4`."""
-    packed = packed.view(torch.uint8)
-    nf4.check(out, packed, absmax)
-    if out.is_cuda:
-        from ds_zo.ops.triton_nf4 import dequantise_triton_
-
-        dequantise_triton_(out, packed, absmax)
-    else:
-        nf4.dequantise_(out, packed, absmax)
-
-
-def dequantise_mxfp4_(out: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> None:
-    """Writes the values of an mxfp4 parameter to `out`, rounded to its dtype. See [Note: mxfp4] in `ops.mxfp4`."""
-    packed = packed.view(torch.uint8)
-    mxfp4.check(out, packed, scales)
-    if out.is_cuda:
-        from ds_zo.ops.triton_mxfp4 import dequantise_triton_
-
-        dequantise_triton_(out, packed, scales)
-    else:
-        mxfp4.dequantise_(out, packed, scales)
 
 
 def noise(

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_zo.ops import NF4
 from ds_zo.records.environment import host_free_bytes
 from ds_zo.streaming.placement import Placement
 
@@ -23,12 +22,12 @@ def fits(needed_nbytes: int, *, budget_nbytes: int | None) -> bool:
 
 
 def decodes_by_matrix(placement: Placement, *, budget_nbytes: int | None) -> bool:
-    """Whether a pass decodes the matrices of a block one at a time: they are in nf4, and those of a whole block would
-    take more than a fifth of the device memory. The backward pass then decodes each matrix once more. Stacks of experts
-    are decoded as a whole, because a layer reads them one expert at a time. None: no limit."""
+    """Whether a pass decodes the matrices of a block one at a time: their format allows it, and those of a whole block
+    would take more than a fifth of the device memory. The backward pass then decodes each matrix once more. Stacks of
+    experts are decoded as a whole, because a layer reads them one expert at a time. None: no limit."""
     whole = max((unit.scratch_nbytes for unit in placement.blocks), default=0)
     encoded = [part for unit in placement.blocks for part in unit.parts if not part.direct]
-    are_matrices = all(part.wire is NF4.dtype and len(p.shape) == 2 for part in encoded for p in part.placed)
+    are_matrices = all(part.decodes_spans and len(p.shape) == 2 for part in encoded for p in part.placed)
     return budget_nbytes is not None and 5 * whole > budget_nbytes and are_matrices
 
 

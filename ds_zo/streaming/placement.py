@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ds_zo.ops import MXFP4, NF4
+from ds_zo.config.section import FROZEN_DTYPES
+from ds_zo.ops import PACKED, FrozenFormat
 from ds_zo.ops.nf4 import Quantised
 from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
 from ds_zo.streaming.host_store import HostStore
@@ -25,10 +26,22 @@ WIRE: dict[str, torch.dtype | None] = {
     "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
     "bf12": torch.uint8,
-    "nf4": NF4.dtype,
-    "mxfp4": MXFP4.dtype,
+    **{found.form.name: dtype for dtype, found in PACKED.items()},
 }
 """The torch dtype of stored blocks for each `wire_dtype` and `frozen_dtype`; None: the dtype of the model."""
+
+
+def register_format(added: FrozenFormat) -> None:
+    """Makes a format available as `ds_zo.stream.frozen_dtype`. Call it before `deepspeed.initialize`, in every
+    process."""
+    name, dtype = added.form.name, added.form.dtype
+    if name in WIRE or dtype in WIRE.values():
+        raise ValueError(
+            f"a storage format needs a name and a dtype of its own, got {name} and {dtype}; choose others "
+            "(register_format)"
+        )
+    PACKED[dtype], WIRE[name] = added, dtype
+    FROZEN_DTYPES.append(name)
 
 
 @dataclass

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.ops import Planes, mxfp4, nf4
+from ds_zo.ops import Planes, nf4
 from ds_zo.streaming.intercepted import intercept, stop_intercepting
 from ds_zo.streaming.streams import DONE, Event, Stream
 
@@ -99,25 +99,34 @@ class Part:
     def decode_(self, out: torch.Tensor, planes: Planes) -> None:
         """Writes the values of frozen parameters to `out`, in its dtype."""
         assert self.frozen
-        if self.wire is ops.NF4.dtype:
-            assert planes.scales is not None
-            ops.dequantise_nf4_(out, planes.storage, planes.scales)
-        elif self.wire is ops.MXFP4.dtype:
-            assert planes.scales is not None
-            for p in self.placed:
-                ops.dequantise_mxfp4_(p.view(out), self.stored(p, planes.storage), planes.scales[self.scales_of(p)])
-        else:
+        packed = ops.PACKED.get(self.wire)
+        if packed is None:
             nothing_random = ops.Noise(seed=0, step=0)
             ops.replay_perturb(planes, table=self.table(out.device), noise=nothing_random, copies=ops.Copies(out))
+            return
+        assert planes.scales is not None
+        if packed.is_flat:
+            packed.dequantise_(out, planes.storage, planes.scales)
+            return
+        for p in self.placed:
+            packed.dequantise_(p.view(out), self.stored(p, planes.storage), planes.scales[self.scales_of(p)])
 
     def decode_one_(self, memory: torch.Tensor, planes: Planes, placed: PlacedParameter) -> torch.Tensor:
-        """Writes the values of one nf4 parameter to the first `decoded_nbytes` of `memory`, and returns them."""
-        assert self.wire is ops.NF4.dtype and planes.scales is not None
+        """Writes the values of one parameter to the first `decoded_nbytes` of `memory`, and returns them. The part
+        `decodes_spans`."""
+        packed = ops.PACKED[self.wire]
+        assert packed.is_flat and planes.scales is not None
         out = memory[: self.decoded_nbytes(placed)].view(self.dtype)
         end = placed.start + out.numel()  # with padding, because the kernel writes whole words
-        scales = planes.scales[ops.NF4.scales_of(placed.start, end)]
-        ops.dequantise_nf4_(out, planes.storage[placed.start // 2 : end // 2], scales)
+        numel = packed.form.packed_numel
+        scales = planes.scales[packed.form.scales_of(placed.start, end)]
+        packed.dequantise_(out, planes.storage[placed.start // numel : end // numel], scales)
         return out[: placed.numel].view(placed.shape)
+
+    @property
+    def decodes_spans(self) -> bool:
+        """Whether `decode_one_` can decode a parameter by itself."""
+        return self.wire in ops.PACKED and ops.PACKED[self.wire].is_flat
 
     def decoded_nbytes(self, placed: PlacedParameter) -> int:
         """Bytes of the parameter in its own dtype, with its padding."""
@@ -546,25 +555,25 @@ class Unit:
         *,
         via: torch.device,
     ) -> None:
-        """Stores a frozen parameter in four bits, from its values in its own dtype: in NF4 chunk by chunk, as
-        bitsandbytes does. Values that are in the same format already keep their bytes."""
+        """Stores a frozen parameter in a format of `ops.PACKED`, from its values in its own dtype: chunk by chunk if
+        the format allows it. Values that are in the same format already keep their bytes."""
         assert planes.scales is not None
+        found = ops.PACKED[part.wire]
         packed = part.stored(placed, planes.storage).view(torch.uint8)
         scales = planes.scales[part.scales_of(placed)]
         if isinstance(value, nf4.Quantised) and value.wire is not part.wire:
             value = value.values()
-        if part.wire is ops.MXFP4.dtype and not isinstance(value, nf4.Quantised):
-            value = mxfp4.MXFP4Values(*mxfp4.quantise(value.to(via, part.dtype)), tuple(value.shape))
         if isinstance(value, nf4.Quantised):
             ops.copy_staged_(packed, value.packed)
             ops.copy_staged_(scales, value.absmax)
             return
-        flat = value.detach().reshape(-1)
-        for start in range(0, placed.numel, ops.CHUNK_NUMEL):  # a multiple of a group
-            codes, absmax = nf4.quantise(flat[start : start + ops.CHUNK_NUMEL].to(via, part.dtype))
-            ops.copy_staged_(packed[start // 2 : start // 2 + codes.numel()], codes)
-            at = start // nf4.GROUP_NUMEL
-            ops.copy_staged_(scales[at : at + absmax.numel()], absmax)
+        value = value.detach()
+        begin = at = 0
+        for chunk in value.reshape(-1).split(ops.CHUNK_NUMEL) if found.is_flat else [value]:  # of whole groups
+            codes, its_scales = found.quantise(chunk.to(via, part.dtype))
+            ops.copy_staged_(packed[begin : begin + codes.numel()], codes)
+            ops.copy_staged_(scales[at : at + its_scales.numel()], its_scales)
+            begin, at = begin + codes.numel(), at + its_scales.numel()
 
 
 def _padded(nbytes: int) -> int:

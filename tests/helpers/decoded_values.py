@@ -8,17 +8,15 @@ import torch
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.ops import nf4
-
-_FORMATS = {"fp8": torch.float8_e4m3fn, "bf12": torch.uint8}
+from ds_zo.streaming.placement import WIRE
 
 
 def decoded(value: torch.Tensor, form: str) -> torch.Tensor:
-    if form == "nf4":
+    if (packed := ops.PACKED.get(WIRE[form])) is not None:
         found = torch.empty(value.numel(), dtype=value.dtype)
-        ops.dequantise_nf4_(found, *nf4.quantise(value))
+        packed.dequantise_(found, *packed.quantise(value))
         return found.view(value.shape)
-    fmt = ops.storage_format(_FORMATS[form])
+    fmt = ops.storage_format(WIRE[form])
     padded = torch.zeros(-(-value.numel() // 256) * 256)
     padded[: value.numel()] = value.reshape(-1)
     storage = torch.empty(padded.numel(), dtype=fmt.dtype)

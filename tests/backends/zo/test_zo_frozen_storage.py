@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +63,17 @@ def test_a_stored_base_equals_its_decoded_values(make: Any, form: str, interval:
         assert_equal(ours[1], end)
 
 
+def counted_decodings(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """An entry for each time that NF4 planes are decoded from now on."""
+    found: list[None] = []
+    nf4 = ops.PACKED[ops.NF4.dtype]
+    counting = replace(nf4, dequantise_=lambda *planes: (found.append(None), nf4.dequantise_(*planes)))
+    monkeypatch.setitem(ops.PACKED, ops.NF4.dtype, counting)
+    return found
+
+
 def test_directions_share_one_upload_and_nothing_is_written_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    dequantise, decoded = ops.dequantise_nf4_, []
-    monkeypatch.setattr(ops, "dequantise_nf4_", lambda *planes: (decoded.append(None), dequantise(*planes)))
+    decoded = counted_decodings(monkeypatch)
     engine = engine_for(lora(), zo_json(**BF16, frozen_dtype="nf4", params={"num_directions": 3}))
     blocks, runtime = engine.backend.block_store.placement.blocks, engine.backend.block_store.runtime
     before = [unit.store_buffer.clone() for unit in blocks]
@@ -116,8 +125,7 @@ def test_saving_adapters_decodes_no_base(tmp_path: Path, monkeypatch: pytest.Mon
     engine = engine_for(model, zo_json(**BF16, frozen_dtype="nf4"))
     train(engine, BATCHES[:1])
     whole = weights(engine.module)
-    dequantise, decoded = ops.dequantise_nf4_, []
-    monkeypatch.setattr(ops, "dequantise_nf4_", lambda *planes: (decoded.append(None), dequantise(*planes)))
+    decoded = counted_decodings(monkeypatch)
     engine.module.save_pretrained(str(tmp_path))
     trained = engine.module_state_dict(exclude_frozen_parameters=True)
     assert decoded == []
