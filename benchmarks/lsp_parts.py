@@ -97,7 +97,7 @@ def _no_lsp_copies(backend: LSPBackend) -> Iterator[None]:
 @contextmanager
 def _no_early_uploads(backend: LSPBackend) -> Iterator[None]:
     """The Adam thread leaves uploads to the main thread, which issues them from `step` on."""
-    uploads, advance = backend._groups.transfers.up, CopyLane.advance
+    uploads, advance = backend.groups.transfers.up, CopyLane.advance
 
     def from_step_on(lane: CopyLane) -> None:
         if lane is not uploads or threading.current_thread() is threading.main_thread():

@@ -129,6 +129,14 @@ def _accelerates_choice_of_deepspeed_is_forgotten() -> Iterator[None]:
 
 
 @pytest.fixture
+def own_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends that the test registers are those of this test alone."""
+    from ds_zo.config import registry
+
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+
+
+@pytest.fixture
 def free_port() -> int:
     return find_free_port()
 

@@ -55,8 +55,7 @@ class GlideParams(OptimizerParams):
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+def registered(own_backends: None) -> Iterator[None]:
     ds_zo.register_backend("PlainSGD", PlainSGD)
     yield
     unset_hf_deepspeed_config()

@@ -17,9 +17,9 @@ from ds_zo.backends.lsp.scheduler import ServiceOrder
 from ds_zo.backends.lsp.transfers import Copy, CopyLane
 from ds_zo.backends.zo import block_store as zo_store
 from ds_zo.streaming import block_store
-from ds_zo.streaming.claims import Claims
+from ds_zo.streaming.claims import Claim, Claims
 from ds_zo.streaming.streams import InlineStreams, made_by
-from ds_zo.streaming.units import PARTLY_FOLDED
+from ds_zo.streaming.units import PARTLY_FOLDED, Unit
 from tests.helpers.lomo_runs import start, streamed
 from tests.helpers.lsp_runs import lsp_json
 from tests.helpers.stream_clocks import (
@@ -247,20 +247,25 @@ def test_gathers_find_slots_after_an_evaluation_that_breaks_off(interval: int, s
 
 def test_a_save_and_training_leave_each_others_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks fold while they wait to be written, twice; what the first save gives back is used again."""
-    model = Toy().train()
-    engine = engine_for(model, zo_json(interval=2, bf16={"enabled": True}))
-    claims, writer, take = engine.backend.block_store.claims, Clock("writer"), Claims._spare
+    writer, claim, overwrite = Clock("writer"), Claims.claim, Claims.before_overwrite
+    claims: list[Claim] = []
 
-    def hand_over(self: Claims, nbytes: int) -> torch.Tensor:
+    def noted(self: Claims, unit: Unit) -> Claim:
+        claims.append(claim(self, unit))
+        return claims[-1]
+
+    def hand_over(self: Claims, unit: Unit, **what: bool) -> None:
         HOST.join(writer.seen)  # by the lock
-        return take(self, nbytes)
+        overwrite(self, unit, **what)
 
     def buffers() -> Iterator[Buffer]:
         yield from buffers_of(engine.backend.block_store.runtime)
         for buffer in kept:
             yield "a block that was swapped out", buffer, False
 
-    monkeypatch.setattr(Claims, "_spare", hand_over)
+    monkeypatch.setattr(Claims, "claim", noted)
+    monkeypatch.setattr(Claims, "before_overwrite", hand_over)
+    engine = engine_for(Toy().train(), zo_json(interval=2, bf16={"enabled": True}))
     kept: list[torch.Tensor] = []
     with Races(buffers) as races:
         for step, batch in enumerate(toy_batches(9)):
@@ -269,7 +274,7 @@ def test_a_save_and_training_leave_each_others_bytes_alone(monkeypatch: pytest.M
                 saved = engine.backend.snapshot(hold=True)
                 writer.join(HOST.seen)
             if step in (3, 7):
-                kept += [buffer for claim in claims._unwritten.values() for buffer in claim.released]
+                kept += [buffer for claim in claims if not claim.done for buffer in claim.released]
                 with in_thread(writer):
                     for file in saved.weights_files:
                         for tensor in file.tensors().values():
@@ -322,7 +327,7 @@ def test_lsp_orders_what_touches_the_same_bytes(case: str, is_slow: bool, monkey
     plain.destroy()
     engine: Any = start_with(ClockedAdam(monkeypatch, is_slow=is_slow), Toy().train(), monkeypatch, **LSP[case])
     backend = engine.backend
-    sources = [partial(buffers_of_groups, backend._groups)]
+    sources = [partial(buffers_of_groups, backend.groups)]
     if backend.blocks.is_streamed:
         sources.append(buffers_in(engine))
     with Races(*sources) as races:
@@ -360,12 +365,18 @@ def test_directions_of_lsp_are_uploaded_while_the_backward_goes_on(monkeypatch: 
     """When the embedding's gradient comes, directions of the blocks behind it are on their way to the device."""
     model = Toy().train()
     engine: Any = start_with(ClockedAdam(monkeypatch, is_slow=False), model, monkeypatch)
-    groups = engine.backend._groups
+    memories = {group.device_memory.untyped_storage().data_ptr(): group.name for group in engine.backend.groups.on_host}
+    issue, uploaded = Copy.issue, []
     issued: list[list[str]] = []
 
+    def noted(copy: Copy, stream: Any) -> None:
+        uploaded.extend(memories.get(target.untyped_storage().data_ptr()) for target, _ in copy.pairs)
+        issue(copy, stream)
+
     def note(grad: torch.Tensor) -> None:
-        uploads = {group.name: group._upload for group in groups.on_host}
-        issued.append([name for name, upload in uploads.items() if upload is not None and upload.is_issued])
+        issued.append([name for name in uploaded if name is not None])
+
+    monkeypatch.setattr(Copy, "issue", noted)
 
     model.embed.weight.register_hook(note)
     engine.backward(engine(**toy_batches(1)[0]))

@@ -15,7 +15,7 @@ from benchmarks.accuracy import best_rates
 from benchmarks.grid import GridError, read_rows, remaining
 from benchmarks.grids import GRIDS, read_grid
 from benchmarks.sweep import thinned
-from ds_zo.config import backend_of, registry
+from ds_zo.config import backend_of
 from ds_zo.config.resolve import resolve
 from ds_zo.records.rows import append_row
 from ds_zo.tasks import TASKS
@@ -23,9 +23,8 @@ from tests.helpers.clean_process import in_clean_process
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MeZO and GaLore, in one test alone."""
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+def registered(own_backends: None) -> None:
+    """MeZO and GaLore."""
     references.register()
 
 

@@ -12,15 +12,14 @@ from torch import nn
 
 from benchmarks import references
 from ds_zo.backends import Backend
-from ds_zo.config import ConfigError, registry
+from ds_zo.config import ConfigError
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MeZO and GaLore, in one test alone."""
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+def registered(own_backends: None) -> None:
+    """MeZO and GaLore."""
     references.register()
 
 

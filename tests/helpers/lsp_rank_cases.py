@@ -85,7 +85,7 @@ def compare(rank: int) -> dict[str, Any]:
             "norm": engine.get_global_grad_norm(),
             "skipped": engine.skipped_steps,
             "bytes": 0 if line is None else line.bytes_wire - bytes_before,
-            "states": sum(m.num_bytes for group in engine.backend._groups.on_host for m in group.moments),
+            "states": sum(m.num_bytes for group in engine.backend.groups.on_host for m in group.moments),
         }
         engine.destroy()
     return results
@@ -168,9 +168,9 @@ def overlap(rank: int) -> dict[str, Any]:
     engine = start(json_of({"stage": 2}, 2), small())
     train(engine, [batch_of(rank, 0, 2)])
     engine.backward(engine(**batch_of(rank, 1, 2)).loss)
-    after_backward = {group.phase.name for group in engine.backend._groups.on_host}
+    after_backward = {group.phase.name for group in engine.backend.groups.on_host}
     engine.step()
-    after_step = {group.phase.name for group in engine.backend._groups.on_host}
+    after_step = {group.phase.name for group in engine.backend.groups.on_host}
     alone: dict[str, torch.Tensor] = {}
     if rank == 1:
         time.sleep(0.2)

@@ -157,8 +157,8 @@ def test_lsp_takes_the_planned_bytes_on_the_host(edge: Any) -> None:
     plan = estimate_lsp(planned("llama"), Limits(), params=LSPParams(**own))
     place = {"zero_optimization": {"stage": 0, "offload_optimizer": OFFLOADED}}
     backend = start("llama", "LSP", {**own, "projector": "random"}, **place).backend
-    assert plan.host["payload"] == pytest.approx(backend._groups.store.nbytes, rel=0.02)  # which aligns every matrix
-    moments = sum(m.num_bytes for group in backend._groups.on_host for m in group.moments)
+    assert plan.host["payload"] == pytest.approx(backend.groups.store.nbytes, rel=0.02)  # which aligns every matrix
+    moments = sum(m.num_bytes for group in backend.groups.on_host for m in group.moments)
     assert plan.host["states"] == moments
     projectors = [s.subspace for s in backend._matrices if s.subspace is not None]
     taken = sum(pair.num_bytes for pair in projectors)
@@ -178,9 +178,9 @@ def test_streamed_lsp_takes_and_moves_the_planned_bytes(resident: int) -> None:
     backend = engine.backend
     block_store = backend.blocks.store
     assert_stored_as_planned(plan, block_store)
-    assert plan.host["states"] == sum(m.num_bytes for group in backend._groups.on_host for m in group.moments)
-    assert plan.host["payload"] == pytest.approx(backend._groups.store.nbytes, rel=0.02)
-    assert plan.device["states"] == sum(m.num_bytes for group in backend._groups.on_device for m in group.moments)
+    assert plan.host["states"] == sum(m.num_bytes for group in backend.groups.on_host for m in group.moments)
+    assert plan.host["payload"] == pytest.approx(backend.groups.store.nbytes, rel=0.02)
+    assert plan.device["states"] == sum(m.num_bytes for group in backend.groups.on_device for m in group.moments)
     for _ in range(2):
         one_step(engine)
     assert_moves_as_planned(plan, engine, block_store.runtime, besides=plan.host["payload"] // 2)

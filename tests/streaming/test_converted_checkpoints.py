@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ds_zo.streaming.converted_checkpoints import Conversions
 from ds_zo.streaming.loading import SafetensorsSource, load_pretrained
 from tests.helpers.loaded_models import engine_for, lora_over, zo_json
 from tests.helpers.moe_configs import moe_configs
@@ -86,19 +88,22 @@ def test_the_tensors_of_one_group_of_experts_are_in_memory(tmp_path: Path, monke
     """Tensors that were read and are not stored yet are one layer's: never those of two."""
     folder = experts(tmp_path)
     alive = {"now": 0, "peak": 0}
-    read = SafetensorsSource._tensor
+    convert = Conversions.read
 
     def free(nbytes: int) -> None:
         alive["now"] -= nbytes
 
-    def counted(source: SafetensorsSource, name: str) -> torch.Tensor:
-        tensor = read(source, name).clone()
-        weakref.finalize(tensor.untyped_storage(), free, tensor.nbytes)
-        alive["now"] += tensor.nbytes
-        alive["peak"] = max(alive.values())
-        return tensor
+    def counted(self: Conversions, name: str, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        def read_and_count(name: str) -> torch.Tensor:
+            tensor = read(name).clone()
+            weakref.finalize(tensor.untyped_storage(), free, tensor.nbytes)
+            alive["now"] += tensor.nbytes
+            alive["peak"] = max(alive.values())
+            return tensor
 
-    monkeypatch.setattr(SafetensorsSource, "_tensor", counted)
+        return convert(self, name, read_and_count)
+
+    monkeypatch.setattr(Conversions, "read", counted)
     model = lora_over(load_pretrained(AUTO, folder, dtype=torch.bfloat16, frozen_dtype="nf4"))
     assert alive["peak"] == 0, "names alone are enough to load"
     group_nbytes = 2 * math.prod((4, 2 * 16, 32))

@@ -121,25 +121,25 @@ class LSPBackend(RecomputedBackend):
         unit_of = {id(placed.parameter): unit for unit in self.blocks.units for placed in unit.placed}
         if self.blocks.is_streamed:
             layers = split_streamed(layers, unit_of)
-        self._groups = LSPGroups(layers, settings, config=config, ranks=self.ranks, streams=streams, unit_of=unit_of)
+        self.groups = LSPGroups(layers, settings, config=config, ranks=self.ranks, streams=streams, unit_of=unit_of)
         is_layerwise = settings.schedule == "layerwise"
-        self._pending = PendingUpdates(module, self._groups, layers, blocks=self.blocks, watches=is_layerwise)
+        self._pending = PendingUpdates(module, self.groups, layers, blocks=self.blocks, watches=is_layerwise)
         self._trained = ParameterRates(module, self._matrices, stochastic=config.section.rounding == "stochastic")
         self._passes = LSPBackwardPass(
-            self._groups,
+            self.groups,
             layers,
             trained=self._trained,
             calibration=self._calibration,
             blocks=self.blocks,
             unit_of=unit_of,
             ranks=self.ranks,
-            starts_early=is_layerwise and not self._groups.clips_globally and self._scaler is None,
+            starts_early=is_layerwise and not self.groups.clips_globally and self._scaler is None,
             scales_loss=self._scaler is not None,
         )
         self._pending.handles += self._passes.handles
         _module_hooks[module] = self._pending.handles
         self.access_weights(settle=weakly(self._pending.apply_all), has_pending=weakly(self._pending.exist))
-        self._finalizer = weakref.finalize(self, _end_threads, self.ranks, self._groups.queue)
+        self._finalizer = weakref.finalize(self, _end_threads, self.ranks, self.groups.queue)
         self._is_closed = False
         self._trained.follow(self.param_groups)
 
@@ -196,7 +196,7 @@ class LSPBackend(RecomputedBackend):
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:
         with self.plain_parameters():
-            pending = [g for g in self._groups.on_host if g.phase is GroupPhase.UPDATE_PENDING and g.unit is None]
+            pending = [g for g in self.groups.on_host if g.phase is GroupPhase.UPDATE_PENDING and g.unit is None]
             self.apply_pending_updates()  # of the layers that the forward pass did not use
             self._check_left_gradients()
             self._trained.follow(self.param_groups)
@@ -221,7 +221,7 @@ class LSPBackend(RecomputedBackend):
         self._passes.held_gradients.compress()
         self._states_of_other_ranks = {}
         loss_scale = None if self._scaler is None else self._scaler.scale
-        started = self._groups.start_updates(self._trained.takes_part, loss_scale=loss_scale)
+        started = self.groups.start_updates(self._trained.takes_part, loss_scale=loss_scale)
         self._trained.end_step()
         if self._scaler is not None:
             self._scaler.update(overflow=started.is_skipped)
@@ -232,8 +232,8 @@ class LSPBackend(RecomputedBackend):
             return StepOutcome(applied=False, grad_norm=norm, advance_schedule=False)
         report = StepReport()
         rates = partial(self._trained.rates, step=self._num_steps)
-        report.on_device = self._groups.device_adam.step(rates, factor=started.factor)
-        for group in self._groups.on_host:
+        report.on_device = self.groups.device_adam.step(rates, factor=started.factor)
+        for group in self.groups.on_host:
             if group.phase is GroupPhase.UPDATING:
                 assert group.job is not None
                 report.add_job(group.job)
@@ -243,7 +243,7 @@ class LSPBackend(RecomputedBackend):
         if self.settings.schedule == "sync":
             self.apply_pending_updates()
         self._adopt_candidates()
-        self._groups.prefetch()
+        self.groups.prefetch()
         self._calibration.report()
         self.blocks.fill_device()
         return report.outcome(started.norm)
@@ -253,13 +253,13 @@ class LSPBackend(RecomputedBackend):
         if not any(matrix.candidate is not None and matrix.candidate.gain is not None for matrix in self._matrices):
             return
         self.apply_pending_updates()  # pending directions belong to the present projectors
-        for matrix, moments in self._groups.matrices_and_moments():
+        for matrix, moments in self.groups.matrices_and_moments():
             if matrix.candidate is not None and matrix.candidate.gain is not None:
                 adopt(matrix, moments)
         self._passes.held_gradients.launch_cache.clear()
 
     def zero_grad(self) -> None:
-        self._groups.undo_updates()
+        self.groups.undo_updates()
         self._passes.held_gradients.clear()
         for matrix in self._matrices:
             matrix.clear()
@@ -268,8 +268,8 @@ class LSPBackend(RecomputedBackend):
     def _check_left_gradients(self) -> None:
         """Finds whole gradients that a script has dropped by `p.grad = None`. If it has dropped all of them, the
         projected sums, which it cannot reach, are cleared too. Raises if the script has changed some."""
-        summing = [group.matrices for group in self._groups.on_host if group.phase is GroupPhase.SUMMING]
-        summing += [group.matrices for group in self._groups.on_device]
+        summing = [group.matrices for group in self.groups.on_host if group.phase is GroupPhase.SUMMING]
+        summing += [group.matrices for group in self.groups.on_device]
         whole = [matrix for matrices in summing for matrix in matrices if matrix.has_total and matrix.total is None]
         if (changed := next((matrix for matrix in whole if matrix.has_changed_gradient), None)) is not None:
             raise ValueError(
@@ -303,15 +303,15 @@ class LSPBackend(RecomputedBackend):
     def state_dict(self) -> dict[str, Any]:
         """The state of a checkpoint. From ZeRO stage 1 on, only ranks that write may call this, after `rank_state`."""
         self.apply_pending_updates()
-        self._groups.undo_updates()
-        matrices = matrix_states(self._groups.matrices_and_moments(), gathered=self._states_of_other_ranks)
+        self.groups.undo_updates()
+        matrices = matrix_states(self.groups.matrices_and_moments(), gathered=self._states_of_other_ranks)
         calibration = self._calibration.state_dict()
         scaler = None if self._scaler is None else self._scaler.state_dict()
         own = {"step": self._num_steps, "calibration": calibration, "scaler": scaler}
         return {**own, "layout": LAYOUT, "matrices": matrices}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        check_matrix_states(self._groups.matrices_and_moments(), saved_matrices(state))
+        check_matrix_states(self.groups.matrices_and_moments(), saved_matrices(state))
         int(state["step"]), int(state["calibration"]["checked_step"])
         if state.get("scaler") is not None:
             [float(state["scaler"][name]) for name in ("scale", "num_clean", "overflows_left")]
@@ -327,15 +327,15 @@ class LSPBackend(RecomputedBackend):
             if load_optimizer_states and state.get("scaler") is not None:
                 self._scaler.load_state_dict(state["scaler"])
             self._scaler.publish(self.optimizer, overflow=False)
-        load_matrix_states(self._groups.matrices_and_moments(), saved, settings=self.settings, device=self.device)
+        load_matrix_states(self.groups.matrices_and_moments(), saved, settings=self.settings, device=self.device)
 
     def rank_state(self) -> dict[str, Any]:
-        self._groups.undo_updates()
+        self.groups.undo_updates()
         self._check_left_gradients()
         self._passes.held_gradients.compress()
         if self.ranks is not None:
             self.apply_pending_updates()
-            owned = [group for group in self._groups.on_host if isinstance(group, SharedHostGroup)]
+            owned = [group for group in self.groups.on_host if isinstance(group, SharedHostGroup)]
             self._states_of_other_ranks = gather_owned_states(
                 owned, self.ranks, keeps=self.is_writer, has_several_writers=self.has_several_writers
             )
@@ -358,7 +358,7 @@ class LSPBackend(RecomputedBackend):
                     matrix.restore_gradient(total.clone(), device=self.device)
 
     def footprint(self) -> dict[str, int]:
-        return self._groups.footprint()
+        return self.groups.footprint()
 
     def describe(self) -> str:
         footprint = ", ".join(f"{key} {value:,}" for key, value in self.footprint().items())
@@ -372,12 +372,12 @@ class LSPBackend(RecomputedBackend):
             settings=self._settings_text(),
             device_bytes={**base.device_bytes, "projectors and states": footprint["device_bytes"]},
             host_bytes={**base.host_bytes, **nonzero({"states": footprint["host_bytes"]})},
-            pinned_bytes=base.pinned_bytes + self._groups.store.pinned_nbytes,
-            ranks=None if ranks is None else ranks_text(self._matrices, ranks.size, owned=self._groups.has_owners),
+            pinned_bytes=base.pinned_bytes + self.groups.store.pinned_nbytes,
+            ranks=None if ranks is None else ranks_text(self._matrices, ranks.size, owned=self.groups.has_owners),
         )
 
     def _settings_text(self) -> str:
-        return settings_text(self._matrices, self.settings, on_host=bool(self._groups.on_host))
+        return settings_text(self._matrices, self.settings, on_host=bool(self.groups.on_host))
 
     def close(self) -> None:
         if self._is_closed:
@@ -390,7 +390,7 @@ class LSPBackend(RecomputedBackend):
         self._pending_update.apply = self._apply_pending_to_unit
         applies_pending &= self.weights_by_name.owns_module()
         with ExitStack() as stack:  # runs all callbacks, the last first, also if a failed job raises below
-            stack.callback(self._groups.close)
+            stack.callback(self.groups.close)
             stack.callback(self.weights_by_name.close)
             stack.callback(self.blocks.close)
             for handle in self._pending.handles:

@@ -27,7 +27,7 @@ PLACES: dict[str, dict[str, Any]] = {
 def states(engine: Any) -> dict[str, torch.Tensor]:
     """Moments, their counts and projectors, by name."""
     found = {}
-    for matrix, moments in engine.backend._groups.matrices_and_moments():
+    for matrix, moments in engine.backend.groups.matrices_and_moments():
         own = {key: value.clone() for key, value in vars(moments).items()}
         if matrix.subspace is not None:
             own |= {side: getattr(matrix.subspace, side).values.clone() for side in ("P", "Q")}

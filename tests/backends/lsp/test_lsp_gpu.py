@@ -46,9 +46,9 @@ def run(
         batch = {name: value.to(engine.device) for name, value in plain_batch(step).items()}
         loss = engine(**batch)
         engine.backward(loss)
-        starts_early = engine.backend._passes.starts_early and engine.backend._groups.on_host
+        starts_early = engine.backend._passes.starts_early and engine.backend.groups.on_host
         if starts_early and "gradient_accumulation_steps" not in json:
-            assert any(group.phase is GroupPhase.UPDATING for group in engine.backend._groups.on_host)
+            assert any(group.phase is GroupPhase.UPDATING for group in engine.backend.groups.on_host)
         engine.step()
         losses.append(loss.detach().clone())  # nobody waits
     weights = parameters_of(engine)

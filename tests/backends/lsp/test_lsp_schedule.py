@@ -16,7 +16,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from torch import nn
 
 from ds_zo.backends.lsp import calibration as lsp_calibration
-from ds_zo.backends.lsp.host_group import GroupPhase, HostGroup
+from ds_zo.backends.lsp.host_adam import HostAdam
+from ds_zo.backends.lsp.host_group import GroupPhase
 from ds_zo.backends.lsp.matrices import MatrixGroup, find_matrices
 from ds_zo.backends.lsp.ranks import CollectiveCall
 from ds_zo.backends.lsp.scheduler import Job, RemoteJob, UpdateQueue, transition_layer
@@ -98,7 +99,7 @@ def test_layers_are_on_their_way_before_backward_returns_and_lag_until_used() ->
     data = list(batches("llama", 2))
     train(engine, data[:1])
     engine.backward(engine(**data[1]).loss)
-    groups = engine.backend._groups.on_host
+    groups = engine.backend.groups.on_host
     assert all(group.phase is GroupPhase.UPDATING for group in groups)
     engine.step()
     assert all(group.phase is GroupPhase.UPDATE_PENDING for group in groups)
@@ -275,10 +276,10 @@ def test_checkpointing_changes_nothing(reentrant: bool) -> None:
 
 
 def test_a_failure_on_the_adam_thread_is_raised_where_its_result_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: HostGroup, job: Job) -> torch.Tensor:
+    def fail(self: HostAdam, active: Any, **options: Any) -> torch.Tensor:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(HostGroup, "_update", fail)
+    monkeypatch.setattr(HostAdam, "update", fail)
     engine = start(lsp_json(), small())
     with pytest.raises(MemoryError, match="no room"):
         train(engine, batches("llama", 2))
@@ -330,7 +331,7 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
 
     engine = start(json, small())
     train(engine, batches("llama", 1))
-    queue, module, dropped = engine.backend._groups.queue, engine.module, threading.Event()
+    queue, module, dropped = engine.backend.groups.queue, engine.module, threading.Event()
 
     def collect(job: Job) -> torch.Tensor:
         assert dropped.wait(10)
@@ -342,7 +343,7 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
         queue.put(Job(collect))
     engine.backward(loss)
     engine.step()
-    assert any(group.phase is GroupPhase.UPDATE_PENDING for group in engine.backend._groups.on_host)
+    assert any(group.phase is GroupPhase.UPDATE_PENDING for group in engine.backend.groups.on_host)
     del engine, loss
     dropped.set()
     if where == "here":
@@ -359,15 +360,15 @@ def test_a_collected_engine_leaves_the_weights_of_its_last_step(where: str, stre
 def test_an_engine_whose_adam_failed_is_destroyed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(lsp_json(), small())
 
-    def fails(self: HostGroup, job: Job) -> torch.Tensor:
+    def fails(self: HostAdam, active: Any, **options: Any) -> torch.Tensor:
         raise MemoryError("no room for Adam")
 
-    monkeypatch.setattr(HostGroup, "_update", fails)
+    monkeypatch.setattr(HostAdam, "update", fails)
     train(engine, batches("llama", 1))
     with pytest.raises(MemoryError, match="no room for Adam"):
         engine.destroy()
     assert not any(m._forward_pre_hooks for m in engine.module.modules())
-    assert engine.backend._groups.queue._thread is None or not engine.backend._groups.queue._thread.is_alive()
+    assert engine.backend.groups.queue._thread is None or not engine.backend.groups.queue._thread.is_alive()
     engine.destroy()
 
 

@@ -294,7 +294,7 @@ def test_updates_are_as_large_as_adamws(offload: bool, monkeypatch: pytest.Monke
     sizes = rms_of_updates(engine, data[0])
     train(engine, data[1:4])
     assert set(draws(engine).values()) == {2}
-    for _, moments in engine.backend._groups.matrices_and_moments():
+    for _, moments in engine.backend.groups.matrices_and_moments():
         moments.reset()
     sizes += rms_of_updates(engine, data[4])
     assert min(sizes) > 0.7 and max(sizes) < 1.3, sizes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_zo.config import ConfigError, registry, resolve
+from ds_zo.config import ConfigError, resolve
 from tests.backends.outside import block_sgd
 from tests.helpers.lomo_runs import batches, config_for, lively, start, streamed, train, weights_of
 from tests.helpers.ranks import job
@@ -24,8 +24,7 @@ STREAMED = streamed("BlockSGD", params=PARAMS)
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+def registered(own_backends: None) -> None:
     block_sgd.register()
 
 

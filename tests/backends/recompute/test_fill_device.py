@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from ds_zo.streaming import allocator, block_store
+from ds_zo.streaming.host_store import HostStore
 from tests.helpers.lomo_runs import batches, lively, start, streamed, train, weights_of
 from tests.helpers.weights import assert_equal
 from tests.helpers.zo_runs import log_lines
@@ -55,7 +56,7 @@ def test_a_step_that_waits_for_memory_is_told_of_once(kind: str, monkeypatch: py
 
 @pytest.mark.parametrize("kind", ["ZO", "LOMO"])
 def test_a_device_that_is_full_keeps_fewer_blocks_and_says_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy, runtime = block_store.BlockStore._copy_to_device, block_store.Runtime
+    copy, runtime = HostStore.copy_whole, block_store.Runtime
     expected, _, _ = _trained(kind, fills=False)
 
     def fails_at(work: Callable[..., Any], calls: set[int]) -> Callable[..., Any]:
@@ -71,7 +72,7 @@ def test_a_device_that_is_full_keeps_fewer_blocks_and_says_so(kind: str, monkeyp
     # Which copies of blocks find no room, and which makings of buffers: the first is that of `initialize`.
     for wanted, copies, makings, left in ((0, (), (), 0), (2, {1}, (), 1), (3, (), {1}, 2), (3, {0}, (), 0)):
         _given(monkeypatch, wanted)
-        monkeypatch.setattr(block_store.BlockStore, "_copy_to_device", fails_at(copy, set(copies)))
+        monkeypatch.setattr(HostStore, "copy_whole", fails_at(copy, set(copies)))
         monkeypatch.setattr(block_store, "Runtime", fails_at(runtime, set(makings)))
         found, num_resident, lines = _trained(kind, fills=True)
         assert num_resident == left
@@ -84,7 +85,7 @@ def test_a_device_that_is_full_keeps_fewer_blocks_and_says_so(kind: str, monkeyp
         ) in said[0]
         assert_equal(found, expected)
 
-    monkeypatch.setattr(block_store.BlockStore, "_copy_to_device", fails_at(copy, {0}))
+    monkeypatch.setattr(HostStore, "copy_whole", fails_at(copy, {0}))
     monkeypatch.setattr(block_store, "Runtime", fails_at(runtime, {1}))
     with pytest.raises(RuntimeError, match="has no memory left for the buffers"):
         _trained(kind, fills=True)
