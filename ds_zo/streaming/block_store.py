@@ -26,7 +26,14 @@ from ds_zo.streaming.rank_values import compare_values
 from ds_zo.streaming.runtime import BeforeOverwrite, Runtime
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.streams import streams_for
-from ds_zo.streaming.transport import GatheringTransport, LocalCopy, NodeGather, ShardGather, Transport
+from ds_zo.streaming.transport import (
+    GatheringTransport,
+    LocalCopy,
+    MakeTransport,
+    NodeGather,
+    ShardGather,
+    Transport,
+)
 from ds_zo.streaming.units import Unit, UnitState
 from ds_zo.streaming.use import Preparation, Use
 
@@ -51,9 +58,11 @@ class BlockStore:
         device: torch.device,
         process_group: Any,
         remedy: str,
+        transport: MakeTransport | None = None,
     ) -> None:
         """Allocates and fills the units' buffers. `num_resident`: blocks that are on the device from the start.
-        `needed`: the device memory of weights and buffers. `remedy`: what a user can do if it exceeds the budget."""
+        `needed`: the device memory of weights and buffers. `remedy`: what a user can do if it exceeds the budget.
+        `transport` makes the transport of blocks that ranks do not divide among them. None: `LocalCopy`."""
         self.device = device
         self.placement = placement
         self._stream = config.section.stream
@@ -88,7 +97,7 @@ class BlockStore:
             self.store, self.transport = shared, NodeGather(shared)
         else:
             self.store = HostStore(device, pin=config.pin_memory)
-            self.transport = LocalCopy(self.streams, self.store)
+            self.transport = (transport or LocalCopy)(self.streams, self.store)
         if config.stream or config.shards_device:
             at_first = needed(num_resident)
             if config.shards_device:

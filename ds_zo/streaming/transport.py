@@ -1,12 +1,14 @@
 """Transports move the stored bytes of units to slots and back. Each kind of store has one.
 
+A new one has the methods `fetch` and `copy_back`.
+
 `LocalCopy` serves units that this rank stores. `NodeGather` serves blocks in memory that the ranks of a machine share.
 `ShardGather` serves blocks that are sharded over devices. A unit on the device needs none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -34,7 +36,8 @@ class Transport:
         return nbytes
 
     def fetch(self, unit: Unit, slot: Slot, *, low: bool = False) -> None:
-        """Uploads the unit's stored bytes, or its low plane, to the slot, and records `filled`."""
+        """Uploads the unit's stored bytes, or its low plane, to the slot: calls `slot.take`, waits for `drained`,
+        `saved` and `unit.written_back`, copies, records `filled`, calls `slot.uploaded`."""
         raise NotImplementedError
 
     def commit(self, unit: Unit, slot: Slot | None, low: Slot | None) -> None:
@@ -44,13 +47,14 @@ class Transport:
             for used in (slot, low):
                 if used is not None:
                     stream.wait(used.drained)
-                    self._copy_back(unit, used, low=used is low)
+                    self.copy_back(unit, used, low=used is low)
                     used.is_saving = True
             self._committed(unit)
         unit.folded(unit.version if slot is None else slot.version, stream=stream)
 
-    def _copy_back(self, unit: Unit, used: Slot, *, low: bool) -> None:
-        """Copies a slot to the unit's stored bytes, or to its low plane, on the download stream."""
+    def copy_back(self, unit: Unit, used: Slot, *, low: bool) -> None:
+        """Copies a slot to the unit's stored bytes, or to its low plane, on the download stream, which waits for
+        `drained`. Records `saved`."""
         raise NotImplementedError
 
     def _committed(self, unit: Unit) -> None:
@@ -66,6 +70,10 @@ def stored_bytes(unit: Unit, *, low: bool) -> torch.Tensor:
     buffer = unit.low_buffer if low else unit.store_buffer
     assert buffer is not None
     return buffer
+
+
+MakeTransport = Callable[[Streams, HostStore], Transport]
+"""Makes the transport of units that this rank stores."""
 
 
 class LocalCopy(Transport):
@@ -92,7 +100,7 @@ class LocalCopy(Transport):
         slot.uploaded()
         self.bytes_up += source.numel()
 
-    def _copy_back(self, unit: Unit, used: Slot, *, low: bool) -> None:
+    def copy_back(self, unit: Unit, used: Slot, *, low: bool) -> None:
         target = stored_bytes(unit, low=low)
         for chunk, saved in used.chunks(target.numel()):
             target[chunk].copy_(used.buffer[chunk], non_blocking=True)
@@ -154,7 +162,7 @@ class GatheringTransport(Transport):
         self.bytes_up += own.numel()
         self.bytes_wire += self._partition.shard_nbytes(nbytes) * (self._partition.size - 1)
 
-    def _copy_back(self, unit: Unit, used: Slot, *, low: bool) -> None:
+    def copy_back(self, unit: Unit, used: Slot, *, low: bool) -> None:
         """Copies this rank's shard back."""
         own = self._own(unit, low=low)
         begin = self._partition.begin(unit.low_nbytes if low else unit.nbytes)

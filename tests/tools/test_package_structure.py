@@ -65,6 +65,15 @@ def test_the_eight_nouns_are_where_the_table_says() -> None:
     assert not [found for found in named(table) if not _defines(REPO / "ds_zo" / found[0], found[1])]
 
 
+def test_the_recipes_name_files_that_exist_and_are_as_short_as_they_say() -> None:
+    recipes = PAGE.split("## Recipes")[1].split("\n## ")[0]
+    files = re.findall(r"`((?:ds_zo|tests)/[\w/]+\.py)`", recipes)
+    assert len(files) > 20 and not [file for file in files if not (REPO / file).exists()]
+    lengths = re.findall(r"`(tests/backends/outside/\w+\.py)`[^`]*under (\d+) lines", recipes)
+    assert [int(most) for _, most in lengths] == [150, 50, 40]
+    assert not [file for file, most in lengths if len((REPO / file).read_text().splitlines()) >= int(most)]
+
+
 def _defines(path: Path, name: str) -> bool:
     if not path.exists():
         return False

@@ -23,6 +23,7 @@ from ds_zo.streaming.block_store import BlockStore
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.device_shards import DeviceShards
 from ds_zo.streaming.streams import Streams, streams_for
+from ds_zo.streaming.transport import MakeTransport
 from ds_zo.streaming.units import Unit
 from ds_zo.streaming.use import Preparation, Use
 
@@ -197,12 +198,15 @@ def make_blocks(
     process_group: Any = None,
     preparation: Preparation | None = None,
     compiler: BlockCompiler | None = None,
+    transport: MakeTransport | None = None,
 ) -> ModelBlocks:
     """The blocks of a backend that stores weights in the dtype of the model. Moves them to their storage if they are
-    streamed. `preparation`: what is done with a block in each use. None: nothing."""
+    streamed. `preparation`: what is done with a block in each use. None: nothing. `transport`: see `BlockStore`."""
     if not is_streamed:
         return ModelBlocks(module, device=device, paths=config.section.stream.blocks, compiler=compiler)
-    store = make_block_store(module, config, param_groups=param_groups, device=device, process_group=process_group)
+    store = make_block_store(
+        module, config, param_groups=param_groups, device=device, process_group=process_group, transport=transport
+    )
     recomputation = Recomputation(
         module,
         store,

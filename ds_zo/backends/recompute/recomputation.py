@@ -31,6 +31,7 @@ from ds_zo.streaming.block_store import BlockStore
 from ds_zo.streaming.budget import device_bytes, reset_peak_memory
 from ds_zo.streaming.loading import check_frozen_dtype
 from ds_zo.streaming.placement import Placement, plan_units
+from ds_zo.streaming.transport import MakeTransport
 from ds_zo.streaming.units import Unit
 from ds_zo.streaming.use import Preparation, Use
 
@@ -43,9 +44,10 @@ def make_block_store(
     device: torch.device,
     process_group: Any = None,
     placement: Placement | None = None,
+    transport: MakeTransport | None = None,
 ) -> BlockStore:
     """Stores the weights of a model with recomputed blocks. `placement`: the model's units, if the backend divides the
-    model itself. None: updates are made in place, in the dtype of the model."""
+    model itself. None: updates are made in place, in the dtype of the model. `transport`: see `BlockStore`."""
     if config.shards_device and config.section.rounding == "kahan":
         raise ConfigError(
             "kahan rounding keeps a residue of every weight on each device, and stage 3 divides the weights among "
@@ -70,6 +72,7 @@ def make_block_store(
         device=device,
         process_group=process_group,
         remedy="raise it or keep fewer blocks resident",
+        transport=transport,
     )
     store.make_buffers()
     if store.may_fill_device:
