@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +18,7 @@ from torch import nn
 
 from ds_zo.config import ConfigError
 from ds_zo.config.json_text import check_file_names, parse_json
-from ds_zo.config.section import FrozenDtype
+from ds_zo.config.section import FROZEN_DTYPES, FrozenDtype
 from ds_zo.ops import MXFP4
 from ds_zo.ops.nf4 import Quantised
 from ds_zo.streaming import quantised_checkpoints
@@ -337,8 +337,8 @@ def load_pretrained(
     from accelerate import init_empty_weights
     from transformers import AutoConfig, GenerationConfig
 
-    if frozen_dtype not in (None, *get_args(FrozenDtype)):
-        words = ", ".join(get_args(FrozenDtype))
+    if frozen_dtype not in (None, *FROZEN_DTYPES):
+        words = ", ".join(FROZEN_DTYPES)
         raise ValueError(f"frozen_dtype must be one of {words}, got {frozen_dtype!r} (ds_zo.load_pretrained)")
     folder = Path(name_or_path)
     source, found = None, "no folder"

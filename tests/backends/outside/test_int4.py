@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 
-from ds_zo import ops
+from ds_zo import load_pretrained, ops
 from ds_zo.config import ConfigError, resolve
 from ds_zo.config.docs import key_tables
 from ds_zo.config.section import FROZEN_DTYPES
@@ -19,6 +21,8 @@ from ds_zo.streaming.placement import WIRE, plan_units, register_format
 from tests.backends.outside import int4
 from tests.helpers.adapter_runs import adapted, adapter_json, assert_moved, assert_same, batches, run, start, train
 from tests.helpers.decoded_values import decoded, with_decoded_base
+from tests.helpers.loaded_models import lora_over
+from tests.helpers.tiny_models import tiny_model
 from tests.helpers.weights import assert_equal, weights
 from tests.helpers.zo_runs import zo_json
 
@@ -69,6 +73,18 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     resumed.load_checkpoint(str(tmp_path))
     train(resumed, data[2:])
     assert_equal(weights(resumed.module), weights(whole.module))
+
+
+def test_a_base_on_disk_is_read_block_by_block(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    load: Any = partial(load_pretrained, hf.AutoModelForCausalLM, str(tmp_path), dtype=torch.float32)
+    runs = []
+    for base, form in ((load(frozen_dtype="int4"), "auto"), (load(), "int4")):
+        model = lora_over(base, target_modules=["q_proj", "down_proj"])
+        engine = start(model, adapter_json(frozen_dtype=form))
+        runs.append((train(engine, batches(2)), weights(engine.module)))
+        engine.destroy()
+    assert_same(*runs)
 
 
 def test_zo_trains_over_it() -> None:
