@@ -4,7 +4,6 @@ one."""
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,22 +30,37 @@ _NAMES = "_ds_zo_names"
 IN_MEMORY = "memory"
 """`source_of` a module without a source."""
 _FROZEN_DTYPE = "_ds_zo_frozen_dtype"
-_DORA = "peft.tuners.lora.dora"
-_RESIZING = ("_get_resized_embeddings", "_get_resized_lm_head", "_init_added_embeddings_weights_with_mean")
-"""Functions of transformers that copy an embedding's values to one of another size."""
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes by their names in safetensors."""
 Source = Callable[[str], torch.Tensor]
 """Returns a parameter's value for its name."""
 
 
+_CONVERSIONS = (
+    *("to", "type", "float", "half", "bfloat16", "double", "detach", "contiguous", "requires_grad_"),
+    "__get__",  # of `data`, or of a view such as `T`
+)
+"""Names of functions that make an `UnreadValue` of an unread weight."""
+
+
+class UnreadValue(torch.Tensor):
+    """The data of an unread parameter, or a conversion of them: on the meta device, without values. All it can do is
+    become the data of an unread parameter."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _without_values(func, args, kwargs or {})
+
+
 class UnreadParameter(nn.Parameter):
     """A parameter on the meta device whose values a source can read.
 
     It says that it is on the CPU: PEFT moves new adapters to the device of the layer that they adapt, and on the meta
-    device they would lose their values. DoRA and prompt tuning make adapters from values that they read; the source
-    reads these, one parameter at a time. PiSSA, `resize_token_embeddings` and others also change the weights, which is
-    refused.
+    device they would lose their values. Prompt tuning looks up rows, and DoRA copies weights to a device. The source
+    reads these weights, one at a time. PiSSA, merges, `resize_token_embeddings` and others compute with the data, or
+    replace them, which is refused whoever does it.
     """
 
     read: Callable[[], torch.Tensor] | None = None
@@ -58,26 +72,43 @@ class UnreadParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
             return torch.device("cpu")
-        frame = sys._getframe(1)
-        caller = frame.f_globals.get("__name__", "")
-        is_read = func is nn.functional.embedding or (func is torch.Tensor.to and caller == _DORA)
-        with torch._C.DisableTorchFunctionSubclass():
-            if is_read:
-                args = [a.read().to(a.dtype) if isinstance(a, cls) and a.read is not None else a for a in args]
-            try:
-                found = func(*args, **kwargs)
-            except RuntimeError as error:
-                if not isinstance(error, NotImplementedError) and "meta" not in str(error):
-                    raise
-                raise NotImplementedError(_refusal(func)) from error
-        is_new = isinstance(found, torch.Tensor) and all(found is not a for a in args)
-        is_value = is_new and getattr(func, "__name__", "") != "__get__"
-        is_used = is_value or func in (torch.Tensor.to, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
-        is_resized = caller.startswith("transformers.") and frame.f_code.co_name in _RESIZING
-        is_data = func == torch.Tensor.data.__get__  # type: ignore[attr-defined]
-        if (caller.startswith("peft.") and is_used and not is_read) or (is_resized and is_data):
-            raise NotImplementedError(_refusal(func))
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            weight, value = args
+            if value is weight:  # a conversion to its own dtype
+                return None
+            if not isinstance(value, UnreadValue):
+                raise NotImplementedError(_refusal(func))
+            args = (weight, value.as_subclass(torch.Tensor))
+        if func is nn.functional.embedding or _copies_to_a_device(func, args, kwargs):
+            args = [a.read().to(a.dtype) if isinstance(a, cls) and a.read is not None else a for a in args]
+        return _without_values(func, args, kwargs)
+
+
+def _without_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a function of unread weights. Raises if it needs their values."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            found = func(*args, **kwargs)
+        except RuntimeError as error:
+            if not isinstance(error, NotImplementedError) and "meta" not in str(error):
+                raise
+            raise NotImplementedError(_refusal(func)) from error
+    name = getattr(func, "__name__", "")
+    tensors = [one for one in (found if isinstance(found, (tuple, list)) else (found,)) if torch.is_tensor(one)]
+    if not any(one.is_meta for one in tensors) or isinstance(found, UnreadParameter):
         return found
+    if name in _CONVERSIONS:
+        return found.as_subclass(UnreadValue)
+    if name == "clone" or name.endswith("_like") or name.startswith("new_"):
+        return found
+    raise NotImplementedError(_refusal(func))
+
+
+def _copies_to_a_device(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the call is `weight.to(device)`. `Module.to`, which would replace the weight, passes more arguments."""
+    if func is not torch.Tensor.to or len(args) != 2 or kwargs or not isinstance(args[1], (str, torch.device)):
+        return False
+    return torch.device(args[1]).type != "meta"
 
 
 def _refusal(func: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from collections.abc import Callable
@@ -459,6 +460,8 @@ def test_a_model_without_values_can_change_its_dtype(tmp_path: Path) -> None:
     folder = save(tiny_model("llama"), tmp_path / "model")
     model = load_pretrained(hf.AutoModelForCausalLM, folder).bfloat16()
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.to(torch.float16).parameters()} == {torch.float16}
+    assert all(type(p).__name__ == "UnreadParameter" for p in model.parameters())
     with pytest.raises(NotImplementedError):
         model.to("cpu")
 
@@ -478,6 +481,49 @@ def test_what_uses_weights_outside_an_engine_is_refused(tmp_path: Path) -> None:
     engine_for(model, zo_json()).destroy()
     with pytest.raises(NotImplementedError, match=line):
         model.merge_and_unload()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda weight: weight.data[:4],
+        lambda weight: weight.data.to(torch.float64).mean(),
+        lambda weight: torch.linalg.qr(weight.to(torch.float64).data),
+        lambda weight: weight.T @ weight,
+        lambda weight: weight - 1,
+        lambda weight: weight.data.add_(1),
+        lambda weight: setattr(weight, "data", torch.zeros_like(weight, device="cpu")),
+        lambda weight: setattr(weight, "data", weight.data.clone()),
+    ],
+    ids=[
+        "slice",
+        "mean of a conversion",
+        "decomposition",
+        "product",
+        "difference",
+        "in place",
+        "other values",
+        "a copy",
+    ],
+)
+def test_data_of_an_unread_weight_are_refused_whoever_asks(use: Callable[[Any], Any], tmp_path: Path) -> None:
+    folder = save(tiny_model("llama"), tmp_path / "model")
+    weight = load_pretrained(hf.AutoModelForCausalLM, folder).get_input_embeddings().weight
+    with pytest.raises(NotImplementedError, match="outside: load the model with from_pretrained"):
+        use(weight)
+
+
+def test_an_unread_weight_is_converted_and_copied_whoever_asks(tmp_path: Path) -> None:
+    folder = save(tiny_model("llama"), tmp_path / "model")
+    model = load_pretrained(hf.AutoModelForCausalLM, folder)
+    weight = model.get_input_embeddings().weight
+    theirs = hf.AutoModelForCausalLM.from_pretrained(folder).get_input_embeddings().weight
+    assert torch.equal(weight.to("cpu"), theirs)
+    weight.data = weight.data.to(torch.bfloat16)
+    weight.data = weight.to(torch.bfloat16)
+    assert weight.is_meta and weight.dtype is torch.bfloat16
+    assert torch.equal(weight.to("cpu"), theirs.bfloat16())
+    assert copy.deepcopy(weight).is_meta
 
 
 def test_training_arguments_with_stage_3_come_before_the_model(tmp_path: Path) -> None:
