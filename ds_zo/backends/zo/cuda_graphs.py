@@ -109,32 +109,26 @@ class BlockGraphs:
         self._recorded_for: object = None
         self._disabled = False
         self._stream = torch.cuda.Stream(device)
-        self._wrapped: list[tuple[nn.Module, Any]] = []
-        """Modules whose forward is replaced, and the `forward` attribute that each had set on itself before, or
-        None."""
+        self._stand_ins: list[StandIn] = []
+        self._excluded: set[int] = set()
+        """Units that are blocks no more, by id."""
         entered = {id(module) for module in block_store.placement.entered_by}
         for unit in block_store.placement.blocks:
             has_hooks_inside = any(id(m) in entered for m in unit.module.modules())
             if not has_hooks_inside and not any(part.frozen for part in unit.parts):
-                self._wrapped.append((unit.module, vars(unit.module).get("forward")))
-                method = unit.module.forward
-                modules = tuple(unit.module.modules())
-                unit.module.forward = StandIn(partial(self._forward, unit, modules, method), method)
+                call = partial(self._forward, unit, tuple(unit.module.modules()), unit.module.forward)
+                self._stand_ins.append(StandIn.put(unit.module, "forward", call))
 
     def close(self) -> None:
         """Drops all recordings and restores the modules' forwards."""
         self.forget()
         self._static_tensors.clear()
-        while self._wrapped:
-            _unwrap(*self._wrapped.pop())
+        while self._stand_ins:
+            self._stand_ins.pop().remove()
 
     def exclude(self, units: Sequence[Unit]) -> None:
-        """Restores the forwards of these units, which are blocks no more."""
-        modules = {id(unit.module) for unit in units}
-        leaving = [(module, before) for module, before in self._wrapped if id(module) in modules]
-        self._wrapped = [(module, before) for module, before in self._wrapped if id(module) not in modules]
-        for module, before in leaving:
-            _unwrap(module, before)
+        """Runs these units, which are blocks no more, as usual from now on."""
+        self._excluded |= {id(unit) for unit in units}
 
     def forget(self) -> None:
         """Drops all recordings: the modules have changed, or the working copies have other addresses."""
@@ -154,7 +148,7 @@ class BlockGraphs:
     ) -> Any:
         """Replaces a block's forward: replays its recording, records it, or runs it as usual. `modules`: the block and
         those inside it."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or id(unit) in self._excluded:
             return forward(*args, **kwargs)
         if self._recorded_for is not self._block_store.materialiser:  # working copies have other addresses
             self.forget()
@@ -296,12 +290,6 @@ class BlockGraphs:
         if capture_state.is_stale:  # the forward itself replaced a tensor: its next run would read another one
             return None
         return Recording(graph, capture_state, inputs, self._outputs[key], output_spec)
-
-
-def _unwrap(module: nn.Module, before: Any) -> None:
-    vars(module).pop("forward", None)
-    if before is not None:
-        module.forward = before
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -3,8 +3,8 @@ pass, copies without noise otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from ds_zo.backends.common.plain_copies import Hook
+from ds_zo.backends.common.plain_copies import Hook, StandIn
 from ds_zo.backends.common.stray_weights import used_outside
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.lockstep import Lockstep
@@ -62,12 +62,11 @@ class WorkingCopies:
         among them."""
         self._passes_ahead: set[int] = set()
         """Indices of passes that have left a block which other passes may still have to run."""
-        self._evaluated: list[tuple[Unit, bool]] = []
-        """Units that running evaluations have materialised, and the grad modes to restore when they leave these units'
-        modules, innermost last."""
         self._pass_long_copies: dict[int, list[torch.Tensor]] = {}
         """Memory for one copy per pass of each pass-long unit, by the unit's id."""
         self._handles: list[Any] = []
+        self._forwards: dict[nn.Module, StandIn] = {}
+        """What stands in for the forward of each hooked module (`_call`)."""
         for unit in self._placement.blocks:
             enter, leave = partial(self._enter_block, unit), partial(self._leave_block, unit)
             self._block_hooks[id(unit)] = self._hook(unit.module, enter, leave)
@@ -90,7 +89,15 @@ class WorkingCopies:
             module.register_forward_hook(leave, always_call=True),
         ]
         self._handles += made
+        if module not in self._forwards:
+            self._forwards[module] = StandIn.put(module, "forward", partial(self._call, module.forward))
         return made
+
+    def _call(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls the forward of a hooked module. An evaluation runs it without gradients: the next module overwrites its
+        weights before a backward could read them."""
+        with nullcontext() if self._training else torch.no_grad():
+            return forward(*args, **kwargs)
 
     @property
     def _materialiser(self) -> Materialiser:
@@ -117,6 +124,8 @@ class WorkingCopies:
     def close(self) -> None:
         """Removes all hooks."""
         self.remove_first_forward_hook()
+        for stand_in in self._forwards.values():
+            stand_in.remove()
         while self._handles:
             self._handles.pop().remove()
 
@@ -261,22 +270,18 @@ class WorkingCopies:
     # Outside training
 
     def _enter_clean(self, unit: Unit, scratch: torch.Tensor) -> None:
-        """Binds the unit to a copy without noise, and disables gradients: the copy is overwritten before a backward
-        could read it."""
+        """Binds the unit to a copy without noise."""
         with torch.inference_mode(False), torch.no_grad():
             unit.bind(self._materialiser.materialise_for_forward(unit, scratch=scratch))
-        self._evaluated.append((unit, torch.is_grad_enabled()))
-        torch.set_grad_enabled(False)
 
     def _leave_clean(self, unit: Unit) -> None:
-        """Binds the unit to the stored weights, and restores the grad mode."""
-        if not self._evaluated or self._evaluated[-1][0] is not unit:  # entering failed
+        """Binds the unit to the stored weights."""
+        if not unit.in_use:  # entering failed
             return
         with torch.inference_mode(False), torch.no_grad():
             self._materialiser.release_clean(unit)
         if torch.is_autocast_enabled(self._device.type):
             torch.clear_autocast_cache()  # it would keep a cast of every block, also of overwritten weights
-        torch.set_grad_enabled(self._evaluated.pop()[1])
 
     def _marked(self, module: nn.Module, output: Any, kept: Any) -> Any:
         """Marks the result of a module that is called in train mode outside the engine's forward. Such a result has no
@@ -289,11 +294,8 @@ class WorkingCopies:
     def recover(self) -> None:
         """Cleans up before a training forward if Ctrl-C interrupted an evaluation. PyTorch calls forward hooks after an
         `Exception`, but not after a `KeyboardInterrupt`."""
-        if not self._evaluated:
+        if not any(unit.in_use for unit in self._placement.units):
             return
-        if self._evaluated[0][1]:
-            torch.set_grad_enabled(True)
-        self._evaluated.clear()
         self._materialised_by.clear()
         self.overlap.clear()
         with torch.no_grad():

@@ -7,6 +7,7 @@ a plain model that is loaded with those weights.
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,44 @@ def test_part_of_a_model_may_be_run_alone() -> None:
             assert torch.equal(engine.module.middle(x), plain.middle(x))
             assert torch.equal(engine.module.blocks[1](x), plain.blocks[1](x))
             assert torch.equal(engine.module(ids), plain(ids))
+
+
+class Breaks(Toy):
+    """Raises `error` where its last block ends, in an evaluation."""
+
+    error: BaseException | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+        self.grad_modes: list[bool] = []
+        self.blocks[2].linear.register_forward_hook(lambda *_: self.end())
+
+    def end(self) -> None:
+        self.grad_modes.append(torch.is_grad_enabled())
+        if self.error is not None:
+            raise self.error
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return super().middle(x * self.scale)
+
+
+@pytest.mark.parametrize("error", [None, ValueError("the user's own"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("part", ["", "blocks.2"])
+def test_an_evaluation_leaves_the_callers_grad_mode(part: str, error: BaseException | None) -> None:
+    """Modules that the engine materialises run without gradients. Code after them runs in the caller's mode."""
+    engine = engine_for(Breaks(), zo_json(interval=3))
+    batches = toy_batches(3)
+    one_step(engine, batches[0])
+    engine.module.grad_modes.clear()
+    engine.module.error = error
+    given = batches[1] if not part else {"x": torch.ones(1, 16)}
+    with pytest.raises(type(error)) if error is not None else nullcontext():
+        engine.module.get_submodule(part)(**given)
+    assert engine.module.grad_modes == [False]
+    assert torch.is_grad_enabled()
+    engine.module.error = None
+    one_step(engine, batches[2])
 
 
 def test_evaluation_in_autocast_follows_the_weights() -> None:
