@@ -107,7 +107,9 @@ STATES = [
 ]
 
 
-_NOT_STATE = frozenset("_parameters _modules _apply zero_grad order_of_state form _load_state_dict_pre_hooks".split())
+_NOT_STATE = frozenset(
+    "_parameters _modules _apply zero_grad forward order_of_state form _load_state_dict_pre_hooks".split()
+)
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
@@ -9,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from ds_zo.backends.common.plain_copies import StandIn
 from ds_zo.backends.common.random_state import own_generators
 from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
@@ -17,12 +19,13 @@ ParamGroups = Sequence[Mapping[str, Any]]
 
 
 class Structure:
-    """A module tree and an optimizer's groups, as they are when this is made. Comparing them finds additions,
-    replacements, resizes, freezes and regrouping. It is much faster than walking the tree, for which the first kernel
-    of a step would wait."""
+    """A module tree and an optimizer's groups, as they are when this is made. Comparing them finds additions, removals,
+    replacements, also of forwards, resizes, freezes and regrouping. It is much faster than walking the tree, for which
+    the first kernel of a step would wait."""
 
     def __init__(self, module: nn.Module, param_groups: ParamGroups) -> None:
         self._held = [(held, tuple(held.values())) for m in module.modules() for held in (m._modules, m._parameters)]
+        self._forwards = [(vars(m), vars(m).get("forward")) for m in module.modules()]
         self._parameters = [(p, p.shape, p.requires_grad) for p in module.parameters()]
         self._groups = [tuple(group["params"]) for group in param_groups]
 
@@ -30,6 +33,7 @@ class Structure:
         """Whether the module tree and these groups are the same as when this was made."""
         return (
             all(len(held) == len(kept) and all(map(is_, held.values(), kept)) for held, kept in self._held)
+            and all(attributes.get("forward") is kept for attributes, kept in self._forwards)
             and all(p.shape == shape and p.requires_grad is flag for p, shape, flag in self._parameters)
             and len(param_groups) == len(self._groups)
             and all(
@@ -60,6 +64,9 @@ class ModelCheck:
         """The modules that hold random generators."""
         self._owners = {(m, id(p)) for m in module.modules() for p in m._parameters.values()}
         """Modules, and parameters that they owned when the model was placed. Copies are bound while these run."""
+        blocks = {unit.module for unit in block_store.placement.blocks}
+        self._forwards = {m: _own_forward(m) for m in {*blocks, *(m for m, _ in self._owners)}}
+        """The forwards of blocks and of modules that own parameters, at `deepspeed.initialize`."""
         self._num_places: Counter[nn.Module] | None = None
         """How many modules hold each module, at the last check."""
         self._structure: Structure | None = None
@@ -82,8 +89,8 @@ class ModelCheck:
         return [generator for m in self._with_generators for generator in own_generators(m)]
 
     def check(self, param_groups: ParamGroups) -> None:
-        """Applies changed groups and `requires_grad` flags. Raises if parameters were added, resized or replaced after
-        `deepspeed.initialize`."""
+        """Applies changed groups and `requires_grad` flags. Raises if parameters or forwards were added, removed,
+        resized or replaced after `deepspeed.initialize`."""
         if self._structure is not None and self._structure.is_unchanged(param_groups):
             return
         self._structure = None
@@ -92,6 +99,15 @@ class ModelCheck:
         if self._graphs is not None:
             self._graphs.forget()
         self._structure = Structure(self._module, param_groups)
+
+    def _check_forwards(self) -> None:
+        """Raises if a module of which ZO knows how it uses its weights has another forward."""
+        for path, m in self._module.named_modules():
+            if m in self._forwards and _own_forward(m) != self._forwards[m]:
+                raise ValueError(
+                    f"the forward of module {path} was replaced after deepspeed.initialize, where ZO does not know how "
+                    "it uses the weights: replace it before deepspeed.initialize"
+                )
 
     def _check_ties(self) -> None:
         """Raises if a module owns a placed parameter that it did not own when the model was placed, or if a module with
@@ -131,6 +147,13 @@ class ModelCheck:
                     "assign=True"
                 )
         self._check_ties()
+        self._check_forwards()
+        here = {id(p) for p in self._module.parameters()}
+        for name in (p.name for unit in units for p in unit.placed if id(p.parameter) not in here):
+            raise ValueError(
+                f"parameter {name} was removed from the model after deepspeed.initialize, and the placement is fixed: "
+                "remove parameters before deepspeed.initialize"
+            )
         if len(param_groups) != log.num_groups:
             raise ValueError(
                 f"the optimizer had {log.num_groups} parameter groups when deepspeed.initialize ran and has "
@@ -155,3 +178,8 @@ class ModelCheck:
         self._groups_and_flags, self._regrouped = found, True
         if log.length:
             self._on_regrouping()
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """The module's forward, below what the engine has put in its place."""
+    return inspect.unwrap(module.forward, stop=lambda found: not isinstance(found, StandIn))

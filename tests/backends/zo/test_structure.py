@@ -42,6 +42,10 @@ def freeze(model: nn.Sequential, groups: Groups) -> None:
     model[2].weight.requires_grad_(False)
 
 
+def replace_forward(model: nn.Sequential, groups: Groups) -> None:
+    model[1].forward = model[2].forward
+
+
 def add_group(model: nn.Sequential, groups: Groups) -> None:
     groups.append({"params": []})
 
@@ -51,7 +55,10 @@ def swap_groups(model: nn.Sequential, groups: Groups) -> None:
     groups[0]["params"], groups[1]["params"] = [b], [a, *rest]
 
 
-CHANGES = (set_child, add_child, set_parameter, add_parameter, drop_bias, resize, freeze, add_group, swap_groups)
+CHANGES = (
+    *(set_child, add_child, set_parameter, add_parameter, drop_bias, resize, freeze),
+    *(replace_forward, add_group, swap_groups),
+)
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -290,6 +290,53 @@ def test_parameters_that_were_replaced_are_refused() -> None:
         one_step(engine, BATCHES[0])
 
 
+def replace_forward(model: nn.Module, path: str) -> None:
+    module = model.get_submodule(path)
+    forward = module.forward
+    module.forward = lambda *given: forward(*given)
+
+
+def remove_block(model: nn.Module, path: str) -> None:
+    del model.blocks[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "said"),
+    [
+        *((replace_forward, path, "forward of module {} was replaced") for path in ("blocks.1", "head")),
+        (replace_forward, "blocks.0.linear", "forward of module {} was replaced"),
+        (remove_block, "blocks.1", r"parameter {}\.norm\.weight was removed"),
+    ],
+)
+@pytest.mark.parametrize("name", ["streamed", "resident"])
+def test_another_structure_after_the_first_step_is_refused(name: str, change: Any, path: str, said: str) -> None:
+    """And no step is lost: training goes on once the change is undone."""
+    engine, undisturbed = engine_for(Toy(), JSONS[name]), engine_for(Toy(), JSONS[name])
+    expected = train(undisturbed, BATCHES[:4])
+    losses = train(engine, BATCHES[:2])
+    kept, attributes = list(engine.module.blocks), vars(engine.module.get_submodule(path))
+    before = attributes.get("forward")
+    change(engine.module, path)
+    with pytest.raises(ValueError, match=said.format(path) + r".* before deepspeed\.initialize"):
+        engine(**BATCHES[2])
+    engine.module.blocks = nn.ModuleList(kept)
+    attributes.pop("forward", None)
+    if before is not None:
+        attributes["forward"] = before
+    losses += train(engine, BATCHES[2:4])
+    assert losses == expected
+    assert_equal(weights(engine.module), weights(undisturbed.module))
+
+
+def test_a_forward_that_is_set_to_what_it_is_goes_on() -> None:
+    """As code does that wraps a forward for one call and puts it back."""
+    engine = engine_for(Toy(), JSONS["streamed"])
+    train(engine, BATCHES[:1])
+    for module in engine.module.modules():
+        module.forward = module.forward
+    train(engine, BATCHES[1:2])
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_resized_embeddings_are_refused(tied: bool) -> None:
     engine = engine_for(tiny_model("llama", tie_word_embeddings=tied), JSONS["streamed"])
