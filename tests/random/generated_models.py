@@ -116,6 +116,11 @@ class Generated(nn.Module):
             self.add_module(f"stack{i}", root.module)
         self.head = nn.Linear(WIDTH, WIDTH)
 
+    @property
+    def leaves_out_at_first(self) -> bool:
+        """Whether its first forward leaves a module out."""
+        return any(node.skipped_at == 0 for node in self._made)
+
     def _node(self, rng: random.Random, *, depth: int, kinds: tuple[str, ...]) -> Node:
         kind = rng.choice(kinds)
         shareable = [node for node in self._made if isinstance(node.module, (Plain, Table, Whole))]

@@ -9,7 +9,7 @@ from tests.helpers.processes import REPO
 TRANSITIONS = {"folded", "rewritten", "bind", "bind_stored", "leave", "use_in_place", "assign_buffers"}
 """Methods of `Unit` that change its state, the version of its stored bytes or its buffers."""
 NO_UNITS = {
-    *("inspect.signature(maker)", "ENGINE_SIGNATURE", "calls", "self.overlap"),
+    *("inspect.signature(maker)", "ENGINE_SIGNATURE", "calls", "self._overlap"),
     *("self", "owner", "self._storage", "self._store", "self._block_store"),
 }
 """Objects with a method of such a name that are no units. (`Unit` calls its own, which is its job.)"""
@@ -55,7 +55,7 @@ def test_units_are_changed_where_it_is_the_job() -> None:
 def test_a_call_is_noticed() -> None:
     source = "unit.folded(3)\nself._of[key][0].bind([])\nfor u in units: u.leave()\nleave()\nunit.views()\n"
     assert calls_in(source) == ["unit.folded", "self._of[key][0].bind", "u.leave"]
-    assert not calls_in("calls.leave(block)\nself.overlap.leave(0, module)")
+    assert not calls_in("calls.leave(block)\nself._overlap.leave(0, module)")
 
 
 def test_transitions_are_methods_of_units() -> None:

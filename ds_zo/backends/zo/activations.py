@@ -15,13 +15,13 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode
 
 from ds_zo.backends.common.plain_copies import Hook
 from ds_zo.backends.zo.loss_terms import refusal
@@ -124,13 +124,13 @@ class Activations:
         """Whether the last training forward was watched."""
 
     @contextmanager
-    def watched(self, inputs: Callable[[], Iterable[torch.Tensor]]) -> Iterator[None]:
+    def watched(self, inputs: Callable[[], Iterable[torch.Tensor]], *, is_new_mode: bool) -> Iterator[None]:
         """Context of the passes of one forward, which are watched if their loss may have a new form. `inputs` returns
         the arguments that are constants."""
         self._watch = None
         self._num_forwards += 1
         is_due = self._keeps_some and self._num_forwards.bit_count() == 1
-        self._is_watched = is_due or (self._is_new_form and len(self._forms) < _MAX_FORMS)
+        self._is_watched = is_new_mode or is_due or (self._is_new_form and len(self._forms) < _MAX_FORMS)
         if not self._is_watched:
             yield
             return
@@ -143,15 +143,6 @@ class Activations:
         yield from (p for p in self._module.parameters() if not p.requires_grad)
         for m in self._module.modules():
             yield from (x for held in (m._buffers, vars(m)) for x in held.values() if isinstance(x, torch.Tensor))
-
-    @contextmanager
-    def unwatched(self) -> Iterator[None]:
-        """Context inside `watched` in which forwards run as usual."""
-        with ExitStack() as stack:
-            if self._is_watched:
-                stack.enter_context(_pop_mode_temporarily())
-                stack.enter_context(torch.compiler.set_stance("default"))
-            yield
 
     def mark(self) -> None:
         """Marks activations that are alive. Called once the output is complete and the passes' own tensors are

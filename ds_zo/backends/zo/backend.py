@@ -116,25 +116,23 @@ class ZOBackend(Backend):
     # The training forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module, and cleans up after Ctrl-C."""
-        with self.weights_by_name.unwatched():
-            try:
-                return self._forward(*args, **kwargs)
-            except KeyboardInterrupt:
-                self._passes.recover()
-                raise
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a training forward if gradients are enabled in train mode, else the plain module."""
+        """Runs a training forward if gradients are enabled in train mode, else the plain module. Cleans up after
+        Ctrl-C."""
         self._never_in_train_mode &= not self.module.training
-        if self.module.training or self._never_in_train_mode:
+        trains = self.module.training or self._never_in_train_mode
+        try:
+            if trains:
+                self._passes.recover()
+            if not (trains and torch.is_grad_enabled()):
+                return self.module(*args, **kwargs)
+            with self.weights_by_name.unwatched():
+                self._activations.unmark()
+                output = self._training_forward(*args, **kwargs)
+                self._activations.mark()
+                return output
+        except KeyboardInterrupt:
             self._passes.recover()
-        if not (torch.is_grad_enabled() and (self.module.training or self._never_in_train_mode)):
-            return self.module(*args, **kwargs)
-        self._activations.unmark()
-        output = self._training_forward(*args, **kwargs)
-        self._activations.mark()
-        return output
+            raise
 
     def _training_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the passes and returns the last pass's output, its losses replaced by differentiable means over the
@@ -142,9 +140,11 @@ class ZOBackend(Backend):
         self._model_check.check(self.param_groups)
         args, kwargs = self.ranks.shared_batch(args, kwargs)
         self.block_store.materialiser.begin_forward()
-        inputs = PassInputs(args, kwargs, copies=self._passes.copies_inputs)
+        inputs = PassInputs(args, kwargs, copies=self._passes.profile.writes_inputs)
         with self._step_settings():
-            results = self._passes.run(inputs, generators=self._model_check.generators)
+            results = self._passes.run(
+                inputs, generators=self._model_check.generators, trained=self._model_check.trained
+            )
         output, passes = results[-1][0], [tensors for _, tensors in results]
         tied = tie(
             passes,

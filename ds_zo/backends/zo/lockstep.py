@@ -48,7 +48,6 @@ class Lockstep:
         self._thread = threading.get_ident()
         """Identifier of the thread in which the hub runs."""
         self._modes = _open_modes()
-        self._start: Any = None
         self.current = 0
         """Index of the pass that is running."""
         self.on_switch: Callable[[int], None] = lambda index: None
@@ -87,14 +86,10 @@ class Lockstep:
         self._random.set_state(snapshot[0])
         self._random.set_python_state(snapshot[1])
 
-    def rewind(self) -> None:
-        """Restores the random state that the last passes started from."""
-        self.set_snapshot(self._start)
-
     def together(self, calls: Sequence[Callable[[], Any]], ready: Callable[[Any, int], None]) -> list[Any]:
         """Runs the calls in lockstep and returns their results. `ready(request, i)` is called before pass i resumes
         with the object that all passes requested."""
-        start = self._start = self.snapshot()
+        start = self.snapshot()
         try:
             results = self._together(calls, ready)
         except CannotInterleave:
@@ -139,7 +134,7 @@ class Lockstep:
         """Runs the calls one after the other, each from the same random state, and returns their results. With
         `last_first`, runs the last call first."""
         outside = self._state.read()
-        start = self._start = self.snapshot()
+        start = self.snapshot()
         results: list[Any] = [None] * len(calls)
         order = range(len(calls))
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -62,16 +61,15 @@ class ModelCheck:
         self._on_regrouping = on_regrouping
         self._with_generators: list[nn.Module] = []
         """The modules that hold random generators."""
-        self._owners = {(m, id(p)) for m in module.modules() for p in m._parameters.values()}
-        """Modules, and parameters that they owned when the model was placed. Copies are bound while these run."""
-        blocks = {unit.module for unit in block_store.placement.blocks}
-        self._forwards = {m: _own_forward(m) for m in {*blocks, *(m for m, _ in self._owners)}}
+        blocks = [unit.module for unit in block_store.placement.blocks]
+        owners = [m for m in module.modules() if any(p is not None for p in m._parameters.values())]
+        self._forwards = {m: _own_forward(m) for m in (*blocks, *owners)}
         """The forwards of blocks and of modules that own parameters, at `deepspeed.initialize`."""
-        self._num_places: Counter[nn.Module] | None = None
-        """How many modules hold each module, at the last check."""
         self._structure: Structure | None = None
         """The module tree and the groups when `check` last looked; None before the first check."""
         self._groups_and_flags = self._find_groups_and_flags(param_groups)
+        self.trained = self._find_trained()
+        """Ids of the trained parameters."""
         self._regrouped = False
         """Groups or `requires_grad` flags changed after the last step, so `check_at_step` checks them again. The flags
         at `step` count, not the flags that the last forward saw: a reference pass under PEFT's `disable_adapter`
@@ -82,6 +80,9 @@ class ModelCheck:
         group_of = {id(p): index for index, group in enumerate(param_groups) for p in group["params"]}
         placed = [p.parameter for unit in self._block_store.placement.units for p in unit.placed]
         return {id(p): (group_of.get(id(p), 0), p.requires_grad and id(p) in group_of) for p in placed}
+
+    def _find_trained(self) -> frozenset[int]:
+        return frozenset(key for key, (_, is_trained) in self._groups_and_flags.items() if is_trained)
 
     @property
     def generators(self) -> list[Any]:
@@ -109,28 +110,6 @@ class ModelCheck:
                     "it uses the weights: replace it before deepspeed.initialize"
                 )
 
-    def _check_ties(self) -> None:
-        """Raises if a module owns a placed parameter that it did not own when the model was placed, or if a module with
-        parameters has a further place since the last check."""
-        names = {id(p.parameter): p.name for unit in self._block_store.placement.units for p in unit.placed}
-        for path, m in self._module.named_modules():
-            for own, p in m._parameters.items():
-                if p is not None and (m, id(p)) not in self._owners:
-                    raise ValueError(
-                        f"parameter {f'{path}.{own}'.lstrip('.')} was made the same as {names[id(p)]} after "
-                        "deepspeed.initialize, and ZO perturbs a weight in the modules that owned it then: tie weights "
-                        "before deepspeed.initialize"
-                    )
-        places = Counter(child for m in self._module.modules() for child in m._modules.values() if child is not None)
-        for path, m in self._module.named_modules():
-            before = places[m] if self._num_places is None else max(1, self._num_places[m])
-            if places[m] > before and any(True for _ in m.parameters()):
-                raise ValueError(
-                    f"module {path} got a further place in the model after the first step, where its weights may be "
-                    "used without their updates: share modules before deepspeed.initialize"
-                )
-        self._num_places = places
-
     def check_at_step(self, param_groups: ParamGroups) -> None:
         if self._regrouped:
             self.check(param_groups)
@@ -146,13 +125,13 @@ class ModelCheck:
                     "add, resize or replace parameters before deepspeed.initialize, and load weights without "
                     "assign=True"
                 )
-        self._check_ties()
         self._check_forwards()
         here = {id(p) for p in self._module.parameters()}
         for name in (p.name for unit in units for p in unit.placed if id(p.parameter) not in here):
             raise ValueError(
-                f"parameter {name} was removed from the model after deepspeed.initialize, and the placement is fixed: "
-                "remove parameters before deepspeed.initialize"
+                f"parameter {name} was removed from the model, or another one was put in its place, after "
+                "deepspeed.initialize, and the placement is fixed: remove and tie parameters before "
+                "deepspeed.initialize"
             )
         if len(param_groups) != log.num_groups:
             raise ValueError(
@@ -176,6 +155,7 @@ class ModelCheck:
         for unit in units:
             unit.folded(log.length)  # also a unit that was frozen: no earlier update applies to it
         self._groups_and_flags, self._regrouped = found, True
+        self.trained = self._find_trained()
         if log.length:
             self._on_regrouping()
 

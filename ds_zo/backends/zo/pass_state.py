@@ -36,8 +36,15 @@ class Places:
     hooks: Sequence[Any] = ()
     """Containers of hooks whose contents change."""
 
-    def __bool__(self) -> bool:
-        return bool(self.values or self.contents or self.hooks)
+    def __len__(self) -> int:
+        return len(self.values) + len(self.contents) + len(self.hooks)
+
+    def __or__(self, found: Places) -> Places:
+        """These places, and those of `found` that are not among them."""
+        named, held = {(id(owner), name) for owner, name, _ in self.values}, set(map(id, self.contents))
+        values = [place for place in found.values if (id(place[0]), place[1]) not in named]
+        contents = [container for container in found.contents if id(container) not in held]
+        return Places([*self.values, *values], [*self.contents, *contents], found.hooks)
 
     def without_hooks(self) -> Places:
         return Places(self.values, self.contents)
@@ -169,19 +176,9 @@ class PassState:
         self._places = places
         self._pass_buffers = [[None] * len(places.values) for _ in range(self._num_passes - 1)]
 
-    def add_places(self, found: Places) -> bool:
-        """Adds places that are not known yet, hooks left out. Returns whether there are any."""
-        known = self._places
-        named, held = {(id(owner), name) for owner, name, _ in known.values}, set(map(id, known.contents))
-        values = [place for place in found.values if (id(place[0]), place[1]) not in named]
-        contents = [container for container in found.contents if id(container) not in held]
-        if values or contents:
-            self.set_places(Places([*known.values, *values], [*known.contents, *contents], known.hooks))
-        return bool(values or contents)
-
     def forget_hooks(self) -> None:
-        """Stops exchanging hooks. Forwards register hooks once, so only the first forward's passes need hooks of their
-        own."""
+        """Stops exchanging hooks. Forwards register hooks once, so only the passes of a mode's first forward need hooks
+        of their own."""
         self._places = self._places.without_hooks()
 
     @contextmanager

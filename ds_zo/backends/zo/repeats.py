@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from deepspeed.utils import logger
 
-Results = Sequence[tuple[Any, Sequence[torch.Tensor]]]
-"""For each pass, its output and the tensors to difference."""
+Losses = Sequence[Sequence[torch.Tensor]]
+"""For each pass, the tensors to difference."""
 
 _TF32_EPS = 2.0**-10
 
 
-def agree(ours: Results, theirs: Results) -> bool:
+def agree(ours: Losses, theirs: Losses) -> bool:
     """Whether both runs gave the same losses, but for the last bits."""
     for a, b in _pairs(ours, theirs):
         exact = 1e-7 if a.device.type == "cpu" else 1e-6  # CUDA's atomic adds have no fixed order
@@ -34,7 +33,7 @@ def agree(ours: Results, theirs: Results) -> bool:
     return True
 
 
-def check_repeats(ours: Results, theirs: Results, dtypes: Iterable[torch.dtype]) -> None:
+def check_repeats(ours: Losses, theirs: Losses, dtypes: Iterable[torch.dtype]) -> None:
     """Raises if two runs of the same passes differ by more than rounding, and warns of a smaller difference. `dtypes`:
     the formats that the model computes in."""
     wide = (dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1)  # 8 bits are storage alone
@@ -73,6 +72,6 @@ def _rounding(value: torch.Tensor, eps: float) -> float:
     return max(1e-5, 2 * torch.finfo(value.dtype).eps, eps / 4 if value.numel() == 1 else 2 * eps)
 
 
-def _pairs(ours: Results, theirs: Results) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-    for (_, a), (_, b) in zip(ours, theirs, strict=True):
+def _pairs(ours: Losses, theirs: Losses) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    for a, b in zip(ours, theirs, strict=True):
         yield from zip(a, b, strict=True)

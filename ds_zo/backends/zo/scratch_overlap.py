@@ -15,14 +15,11 @@ from ds_zo.streaming.units import Unit
 
 
 class ScratchOverlap:
-    """The modules that each pass is inside of, and the units whose copies overlap."""
+    """The modules that each pass is inside of."""
 
     def __init__(self) -> None:
         self._within: dict[int, list[tuple[nn.Module, Sequence[Unit]]]] = {}
         """By pass: each module that it is inside of, and the units that are materialised for it, innermost last."""
-        self.overlapping: dict[int, Unit] = {}
-        """Units whose copies would overlap those of another module, by id: they need memory of their own. None of them
-        streams."""
 
     def enclosing(self, index: int) -> list[Unit]:
         """The units that are materialised for the modules that pass `index` is inside of, innermost last."""
@@ -41,26 +38,28 @@ class ScratchOverlap:
         """Forgets all entered modules: no pass is inside of any."""
         self._within.clear()
 
-    def note_block(self, block: Unit, enclosing: Sequence[Unit], *, streams: bool) -> None:
-        """Notes that a training pass enters `block` inside of the `enclosing` units. `streams`: whether any block
-        streams."""
-        for holder in enclosing:
-            if streams and holder.is_block:
-                raise ValueError(
-                    "a block must not run inside another block, whose weights occupy its memory, got block "
-                    f"{block.name} inside block {holder.name}: name the list whose entries are called whole, or [] for "
-                    "none (ds_zo.stream.blocks)"
-                )
-            self.overlapping[id(holder)] = holder
 
-    def note_outer(self, entering: Sequence[Unit], enclosing: Sequence[Unit], *, at: int | None) -> None:
-        """Notes that a training pass enters an outer module (one outside the blocks) inside of the `enclosing` units.
-        `at` is the offset in bytes of the room that the scratch has for it, or None if none was planned."""
-        for holder in enclosing:
-            if not holder.is_block:
-                self.overlapping[id(holder)] = holder
-        if not has_room(enclosing, at=at):
-            self.overlapping |= {id(unit): unit for unit in entering if not any(unit is holder for holder in enclosing)}
+def overlapping_block(block: Unit, enclosing: Sequence[Unit], *, streams: bool) -> Sequence[Unit]:
+    """The units whose copies overlap if a training pass enters `block` inside of the `enclosing` units. `streams`:
+    whether any block streams."""
+    for holder in enclosing:
+        if streams and holder.is_block:
+            raise ValueError(
+                "a block must not run inside another block, whose weights occupy its memory, got block "
+                f"{block.name} inside block {holder.name}: name the list whose entries are called whole, or [] for "
+                "none (ds_zo.stream.blocks)"
+            )
+    return enclosing
+
+
+def overlapping_outer(entering: Sequence[Unit], enclosing: Sequence[Unit], *, at: int | None) -> list[Unit]:
+    """The units whose copies overlap if a training pass enters an outer module (one outside the blocks) inside of the
+    `enclosing` units. `at` is the offset in bytes of the room that the scratch has for it, or None if none was
+    planned."""
+    found = [holder for holder in enclosing if not holder.is_block]
+    if not has_room(enclosing, at=at):
+        found += [unit for unit in entering if not any(unit is holder for holder in enclosing)]
+    return found
 
 
 def has_room(enclosing: Sequence[Unit], *, at: int | None) -> bool:

@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ds_zo.backends.common.plain_copies import Hook, StandIn
-from ds_zo.backends.common.stray_weights import used_outside
 from ds_zo.backends.zo.block_store import ZOBlockStore
+from ds_zo.backends.zo.guarded_weights import WeightGuard, unseen
 from ds_zo.backends.zo.lockstep import Lockstep
 from ds_zo.backends.zo.loss_terms import marked_results
 from ds_zo.backends.zo.materialise import Materialiser
 from ds_zo.backends.zo.outputs import floats_of, with_floats
-from ds_zo.backends.zo.scratch_overlap import ScratchOverlap, has_room
+from ds_zo.backends.zo.scratch_overlap import ScratchOverlap, has_room, overlapping_block, overlapping_outer
 from ds_zo.logs import show
 from ds_zo.streaming.units import Unit
 
@@ -49,17 +49,16 @@ class WorkingCopies:
         self._device = device
         self._placement = block_store.placement
         self._training = False
-        self._made_pass_long: set[int] = set()
-        """Units that became pass-long after the model was placed (`make_pass_long`), by id."""
-        self.overlap = ScratchOverlap()
+        self._overlap = ScratchOverlap()
+        self._guard = WeightGuard(self._placement.units)
+        self._overlapping: dict[int, Unit] | None = None
+        """While passes are probed: units whose copies overlap those of another module, by id. None: all units that
+        are not pass-long are guarded ([Note: guarded weights])."""
         self._materialised_by: dict[int, nn.Module] = {}
         """For an evaluation: the module whose call materialised a unit that several modules may materialise, by the
         unit's id."""
         self._block_hooks: dict[int, list[Any]] = {}
         """Hook handles by the unit's id."""
-        self._unused: dict[int, list[Any]] = {}
-        """Trainable units that no training forward has used yet, by id, and the handles of the hooks that guard blocks
-        among them."""
         self._passes_ahead: set[int] = set()
         """Indices of passes that have left a block which other passes may still have to run."""
         self._pass_long_copies: dict[int, list[torch.Tensor]] = {}
@@ -70,15 +69,11 @@ class WorkingCopies:
         for unit in self._placement.blocks:
             enter, leave = partial(self._enter_block, unit), partial(self._leave_block, unit)
             self._block_hooks[id(unit)] = self._hook(unit.module, enter, leave)
-        self._unused |= {id(u): [] for u in (*self._placement.blocks, *self._placement.leaf_units) if u.trainable}
         for outer in self._placement.entered_by:
             self._hook(outer, self._enter_outer, self._leave_outer)
         for unit in self._placement.pass_long:
             for hooked in {module, unit.module}:  # the unit's own module may be a container that is never called
                 self._hook(hooked, partial(self._enter_pass_long, unit), partial(self._leave_pass_long, unit))
-
-        before = Hook(torch.compiler.disable(self._fold_before_first_forward))
-        self._first_forward_hook = module.register_forward_pre_hook(before, prepend=True)
 
     def _hook(self, module: nn.Module, enter: Any, leave: Any) -> list[Any]:
         """Registers the two hooks on the module, and returns their handles."""
@@ -108,22 +103,8 @@ class WorkingCopies:
         """Whether any block streams from the host."""
         return any(unit.streamed for unit in self._placement.blocks)
 
-    def remove_first_forward_hook(self) -> None:
-        """Ends the folds before evaluations: a training forward has shown which weights are used outside their
-        modules."""
-        self._first_forward_hook.remove()
-
-    def _fold_before_first_forward(self, module: nn.Module, args: Any) -> None:
-        """Folds all units outside the blocks before an evaluation that comes before the first training forward. A
-        resumed model has pending updates then, and it is not known yet which weights are used outside their modules.
-        The first training forward would make the same folds."""
-        if not self._training:
-            with torch.inference_mode(False), torch.no_grad():
-                self._materialiser.fold_now(*self._placement.leaf_units, *self._placement.pass_long)
-
     def close(self) -> None:
         """Removes all hooks."""
-        self.remove_first_forward_hook()
         for stand_in in self._forwards.values():
             stand_in.remove()
         while self._handles:
@@ -133,18 +114,45 @@ class WorkingCopies:
     def training_pass(self) -> Iterator[None]:
         """Inside, modules run on perturbed copies. On exit, also after an error, every parameter is bound to the stored
         weights."""
+        guarded = [*self._placement.blocks, *self._placement.leaf_units]
         try:
             self._training = True
             self._passes_ahead.clear()
-            self.overlap.clear()
+            self._overlap.clear()
             self._materialiser.begin_pass()
             self._fill_pass_long()
+            self.bind_pass_long(self._lockstep.current)
+            for unit in guarded:
+                self._put_guard(unit)
             yield
         finally:
             self._training = False
+            for unit in guarded:
+                self._guard.lift(unit)
             self._materialiser.end_pass()
             self._bind_all_stored()
-            self.overlap.clear()
+            self._overlap.clear()
+
+    @contextmanager
+    def probing(self) -> Iterator[dict[int, Unit]]:
+        """Context of passes of which it is not known yet where they use weights. Yields units, by id, whose copies
+        overlap those of another module in these passes."""
+        self._overlapping = {}
+        try:
+            yield self._overlapping
+        finally:
+            self._overlapping = None
+
+    def _put_guard(self, unit: Unit) -> None:
+        if self._overlapping is None:
+            self._guard.put(unit)
+
+    def _note_overlap(self, units: Iterable[Unit]) -> None:
+        """Notes units whose copies overlap those of another module. Raises in passes that are not probed."""
+        for unit in units:
+            if self._overlapping is None:
+                raise unseen(f"module {unit.name} was used while another module ran")
+            self._overlapping[id(unit)] = unit
 
     def _bind_all_stored(self) -> None:
         """Binds every unit that is still materialised to the stored weights."""
@@ -161,18 +169,17 @@ class WorkingCopies:
 
     def _enter_block(self, unit: Unit, module: nn.Module, args: Any) -> None:
         """Pre-hook of a block: materialises its weights for the pass that calls it."""
-        enclosing = self.overlap.enclosing(self._index)
+        enclosing = self._overlap.enclosing(self._index)
         if not self._training:
             self._enter_clean(unit, self._temporary_scratch(unit) if enclosing else self._materialiser.scratch)
         else:
-            _remove(self._unused.pop(id(unit), ()))
             if enclosing:
-                self.overlap.note_block(unit, enclosing, streams=self.streams)
+                self._note_overlap(overlapping_block(unit, enclosing, streams=self.streams))
             if self._lockstep.inside:
                 self._pause(unit)
             else:
                 self._make_ready(unit, self._lockstep.current, last=True)
-        self.overlap.enter(self._index, module, (unit,))
+        self._overlap.enter(self._index, module, (unit,))
 
     def _temporary_scratch(self, *units: Unit) -> torch.Tensor:
         """Memory for copies of the units, apart from the shared scratch."""
@@ -185,7 +192,7 @@ class WorkingCopies:
 
     def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook after a block: releases its weights once the last pass has run it."""
-        self.overlap.leave(self._index, module)
+        self._overlap.leave(self._index, module)
         kept = self._outside_shared_buffers(output)
         if not self._training:
             self._leave_clean(unit)
@@ -195,6 +202,7 @@ class WorkingCopies:
             if self._lockstep.current < self._num_passes - 1:
                 return kept  # later passes have still to run the block
         self._materialiser.release_block(unit)
+        self._put_guard(unit)
         return kept
 
     def _outside_shared_buffers(self, output: Any) -> Any:
@@ -221,6 +229,7 @@ class WorkingCopies:
         """Materialises the block for pass `index`, and binds its parameters to that copy."""
         views = self._materialiser.materialise_block(unit, index=index, last=last)
         if views is not None:
+            self._guard.lift(unit)
             unit.bind(views)
 
     # Modules outside the blocks
@@ -228,24 +237,19 @@ class WorkingCopies:
     def _enter_outer(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of an outer module: materialises the units that it owns."""
         at = self._placement.nested_at.get(id(module))
-        # A unit that was made pass-long is entered here only if its module is called by itself.
-        entering = [
-            unit
-            for unit in self._placement.entered_by[module]
-            if id(unit) not in self._made_pass_long or not unit.in_use
-        ]
-        enclosing = self.overlap.enclosing(self._index)
+        entering = tuple(self._placement.entered_by[module])
+        enclosing = self._overlap.enclosing(self._index)
         if self._training:
-            self.overlap.note_outer(entering, enclosing, at=at)
+            self._note_overlap(overlapping_outer(entering, enclosing, at=at))
             self._wait_for_room((at or 0) + sum(unit.scratch_nbytes for unit in entering))
-        self.overlap.enter(self._index, module, entering)
+        self._overlap.enter(self._index, module, entering)
         shares = self._training or has_room(enclosing, at=at)
         scratch = self._materialiser.scratch[at:] if shares else self._temporary_scratch(*entering)
         for unit in entering:
             if self._training:
+                self._guard.lift(unit)
                 with torch.no_grad():
                     unit.bind(self._materialiser.materialise_outer(unit, index=self._index, scratch=scratch))
-                self._unused.pop(id(unit), None)
             else:
                 self._enter_clean(unit, scratch)
             scratch = scratch[unit.scratch_nbytes :]
@@ -260,9 +264,10 @@ class WorkingCopies:
     def _leave_outer(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook after an outer module: binds its units to the stored weights."""
         kept = self._outside_shared_buffers(output)
-        for unit in reversed(self.overlap.leave(self._index, module)):
+        for unit in reversed(self._overlap.leave(self._index, module)):
             if self._training:
                 unit.bind_stored()
+                self._put_guard(unit)
             else:
                 self._leave_clean(unit)
         return kept if self._training else self._marked(module, output, kept)
@@ -297,7 +302,7 @@ class WorkingCopies:
         if not any(unit.in_use for unit in self._placement.units):
             return
         self._materialised_by.clear()
-        self.overlap.clear()
+        self._overlap.clear()
         with torch.no_grad():
             self._materialiser.end_pass()
         self._bind_all_stored()
@@ -324,48 +329,39 @@ class WorkingCopies:
             unit.bind(unit.views(unit.planes(unit.store_buffer), unit.outs(self._pass_long_copies[id(unit)][index])))
 
     def _enter_pass_long(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        """Pre-hook for a pass-long unit. In lockstep `bind_pass_long` has bound the unit already."""
-        if self._training:
-            if module is self._module and not self._lockstep.inside:
-                self.bind_pass_long(self._lockstep.current)
-        else:
-            self._enter_clean_once(unit, module)
+        """Pre-hook for a pass-long unit: materialises it for an evaluation of `module`, unless the evaluation of an
+        enclosing module has done so. A training pass has bound it already."""
+        if not unit.in_use:
+            self._enter_clean(unit, self._temporary_scratch(unit))
+            self._materialised_by[id(unit)] = module
 
     def _leave_pass_long(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
-        """Hook that ends what `_enter_clean_once` began for this module. Does nothing in training."""
-        if self._training or self._materialised_by.get(id(unit)) is not module:
+        """Hook that ends what `_enter_pass_long` began for this module."""
+        if self._materialised_by.get(id(unit)) is not module:
             return None
         kept = self._outside_shared_buffers(output)
         del self._materialised_by[id(unit)]
         self._leave_clean(unit)
         return self._marked(module, output, kept)
 
-    def _enter_clean_once(self, unit: Unit, module: nn.Module) -> None:
-        """Materialises the unit for an evaluation of `module`, unless the evaluation of an enclosing module has done
-        so."""
-        if not unit.in_use:
-            self._enter_clean(unit, self._temporary_scratch(unit))
-            self._materialised_by[id(unit)] = module
-
     def make_pass_long(self, units: Sequence[Unit]) -> None:
         """Gives each pass its own copies of the units. Their weights are used outside their own module's forward (a
         tied head by `F.linear`, say), or their copies would overlap those of another module. None of them may
         stream."""
-        if not units:
-            return
         for unit in units:
-            hooked_modules = {self._module}  # the unit is now materialised when the whole model is called
-            _remove(self._unused.pop(id(unit), ()))
+            owners = _owners(unit)
             if unit.is_block:
                 self._placement.blocks.remove(unit)
-                _remove(self._block_hooks.pop(id(unit)))
-                hooked_modules |= _owners(unit)
+                for handle in self._block_hooks.pop(id(unit)):
+                    handle.remove()
             else:
                 self._placement.leaf_units.remove(unit)
+                owners = {m for m, entered in self._placement.entered_by.items() if unit in entered}
+                for m in owners:
+                    self._placement.entered_by[m].remove(unit)
             self._placement.pass_long.append(unit)
-            self._made_pass_long.add(id(unit))
             unit.module = self._module
-            for hooked in hooked_modules:
+            for hooked in {self._module, *owners}:  # the whole model, or a part that is called by itself
                 self._hook(hooked, partial(self._enter_pass_long, unit), partial(self._leave_pass_long, unit))
         blocks = any(unit.is_block for unit in units)
         show(
@@ -373,47 +369,6 @@ class WorkingCopies:
             f"while another module runs, so a step keeps {self._num_passes} copies of them"
             f"{'; name the list whose entries are called whole (ds_zo.stream.blocks)' if blocks else ''}"
         )
-
-    def request_pass_long(self, units: Iterable[Unit]) -> None:
-        """Notes units that `make_pass_long` has to change before the passes run again."""
-        self.overlap.overlapping |= {id(unit): unit for unit in units}
-
-    def take_overlapping(self) -> list[Unit]:
-        """Returns the units that have to become pass-long, and forgets them."""
-        found = list(self.overlap.overlapping.values())
-        self.overlap.overlapping.clear()
-        return found
-
-    # Units that the first training forward did not use
-
-    @property
-    def has_unused(self) -> bool:
-        """Whether some trainable unit has been used by no training forward yet."""
-        return bool(self._unused)
-
-    def guard_unused(self) -> None:
-        """Hooks the modules inside unused blocks: a later forward may call them without calling the block. Modules that
-        are not called cost nothing."""
-        for unit in self._placement.blocks:
-            if id(unit) in self._unused:
-                enter, leave = partial(self._enter_inside_unused, unit), partial(self._leave_pass_long, unit)
-                for inside in _owners(unit) - {unit.module}:
-                    self._unused[id(unit)] += self._hook(inside, enter, leave)
-
-    def _enter_inside_unused(self, unit: Unit, module: nn.Module, args: Any) -> None:
-        """Pre-hook of a module inside a block that no training forward has called. In training, the block has to become
-        pass-long; this raises if blocks stream."""
-        if not self._training:
-            self._enter_clean_once(unit, module)
-        elif not unit.in_use and unit.trainable:
-            if self.streams:
-                raise used_outside(next(p.name for p in unit.placed))
-            self.request_pass_long([unit])
-
-
-def _remove(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()
 
 
 def _owners(unit: Unit) -> set[nn.Module]:

@@ -180,7 +180,7 @@ def test_norms_that_are_frozen_at_first_count_each_batch_once(interleave: bool) 
             counts[i] += trains
         before = random.getstate(), torch.get_rng_state()
         one_step(engine, {"x": torch.randn(4, 8)})
-        engine.backend._passes.interleave = interleave
+        engine.backend._passes.runner.interleave = interleave
         assert random.getstate() != before[0] and not torch.equal(torch.get_rng_state(), before[1])
     assert [int(block.norm.num_batches_tracked) for block in engine.module.blocks] == counts
     assert [block.table.tolist()[0] for block in engine.module.blocks] == [8.0] * 3

@@ -43,7 +43,9 @@ def run(model: nn.Module, **options: Any) -> tuple[list[float], dict[str, torch.
     """Losses, and the weights at the end."""
     engine = engine_for(copy.deepcopy(model), zo_json(**BF16, **options))
     losses = train(engine, BATCHES)
-    assert engine.backend._passes.interleave, "passes that overwrite each other's weights run one after the other"
+    assert engine.backend._passes.runner.interleave, (
+        "passes that overwrite each other's weights run one after the other"
+    )
     found = weights(engine.module)
     engine.destroy()
     return losses, found

@@ -91,7 +91,7 @@ def run_case(
         assert all(unit.streamed == offload for unit in engine.backend.block_store.placement.blocks)
         batches = map(case.batch, range(num_steps))
         assert_follows(engine, reference, batches, measured, compare_every=compare_every)
-        assert engine.backend._passes.interleave, "the passes were not run in lockstep"
+        assert engine.backend._passes.runner.interleave, "the passes were not run in lockstep"
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "opt"])

@@ -268,7 +268,7 @@ def test_a_large_module_lies_where_second_copies_do(
         unit.scratch_nbytes for unit in (block_store.placement.leaf_units[-1], block_store.placement.blocks[0])
     )
     assert block_store.materialiser.scratch.numel() == max(wide, 2 * block) == wide
-    assert engine.backend._passes.interleave
+    assert engine.backend._passes.runner.interleave
 
 
 # Errors in the user's forward
@@ -468,7 +468,7 @@ def test_what_a_forward_leaves_behind_is_as_of_one_pass(
         one_step(engine, {"batch": batch(ids)})
         close(passes.last[:2], expected)
         assert engine.module.state() == one.state()
-    assert engine.backend._passes.interleave
+    assert engine.backend._passes.runner.interleave
     count = engine.module.count.item()
     with pytest.raises(RuntimeError):
         engine(batch(torch.zeros(2, 3, 1)))
@@ -559,7 +559,7 @@ def test_dynamic_rope_beyond_the_trained_length_keeps_lockstep(first: str, passe
     lengths = [12, 6, 12, 16] if first == "long" else [6, 12, 16, 6]  # history plays no part in these
     batches = [tiny_batch("llama", seed=i, batch_size=2, length=length) for i, length in enumerate(lengths)]
     engine = assert_follows(model, batches, loss_on, passes)
-    assert engine.backend._passes.interleave
+    assert engine.backend._passes.runner.interleave
 
 
 def test_hidden_states_are_those_of_one_pass(passes: Recorder) -> None:
