@@ -14,7 +14,7 @@ import deepspeed
 import torch
 
 from benchmarks.raw_buffer import RawBuffer
-from ds_zo.backends.zo.block_store import ZOBlockStore
+from ds_zo.backends.zo.store import ZOStore
 from ds_zo.streaming.slot import Slot
 from ds_zo.streaming.streams import Streams, made_by, of_device
 from ds_zo.streaming.units import Unit
@@ -41,21 +41,21 @@ class FreshSlot(Slot):
             self.buffer = torch.empty(self._size, dtype=torch.uint8)
 
 
-def _allocate_at_each_upload(store: ZOBlockStore) -> None:
+def _allocate_at_each_upload(store: ZOStore) -> None:
     """Replaces the slots. A store makes slots anew after the first step, which chooses its interval."""
-    for i, slot in enumerate(store.runtime.slots):
+    for i, slot in enumerate(store.blocks.runtime.slots):
         if not isinstance(slot, FreshSlot):
             nbytes = slot.buffer.numel()
-            slot.buffer = torch.empty(0, dtype=torch.uint8, device=store.device)
-            store.runtime.slots[i] = FreshSlot(nbytes, store.streams)
+            slot.buffer = torch.empty(0, dtype=torch.uint8, device=store.blocks.device)
+            store.blocks.runtime.slots[i] = FreshSlot(nbytes, store.blocks.streams)
 
 
-def _update_in_own_sweep(store: ZOBlockStore) -> None:
+def _update_in_own_sweep(store: ZOStore) -> None:
     """Applies the last step's update apart from the next forward. Blocks are uploaded and written back for it."""
-    store.materialiser.fold_now(*store.placement.units)
+    store.materialiser.fold_now(*store.blocks.placement.units)
 
 
-_AT_EACH_STEP: dict[str, Callable[[ZOBlockStore], None]] = {
+_AT_EACH_STEP: dict[str, Callable[[ZOStore], None]] = {
     "reuse_buffers": _allocate_at_each_upload,
     "fuse_update": _update_in_own_sweep,
 }
@@ -74,7 +74,7 @@ def initialize(without: Sequence[str], **arguments: Any) -> Any:
 
     def switch_off() -> None:
         for switch in switches:
-            switch(engine.backend.block_store)
+            switch(engine.backend.store)
 
     def step_without() -> None:
         step()

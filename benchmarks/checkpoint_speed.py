@@ -140,7 +140,7 @@ def run_case(**settings: Any) -> Row:
         **_background(saving.engine),
         "left_after_last_step_s": wall_s - trained_s,
         "checkpoint_gb": sum(sizes) / num_kept / 1e9,
-        "host_store_gb": None if saving.engine is None else saving.engine.backend.block_store.store.nbytes / 1e9,
+        "host_store_gb": None if saving.engine is None else saving.engine.backend.store.blocks.store.nbytes / 1e9,
         "loss": float(loss.detach()),
         **memory_peaks(where),
     }
@@ -193,7 +193,7 @@ def _zo(model: Any, batch: Batch, case: TrainingCase, where: torch.device, *, fo
     def prepare() -> None:
         """Takes, and pins, the spare host buffers of blocks that fold while they wait, without writing anything."""
         snapshot = engine.backend.snapshot(hold=True)
-        for _ in range(engine.backend.block_store.interval):
+        for _ in range(engine.backend.store.interval):
             step()
         snapshot.abandon()
 

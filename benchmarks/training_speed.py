@@ -22,7 +22,7 @@ from ds_zo.backends.adapter.backend import AdapterBackend
 from ds_zo.backends.adapter.streamed import StreamedBase
 from ds_zo.backends.lomo.backend import LOMOBackend
 from ds_zo.backends.zo.backend import ZOBackend
-from ds_zo.backends.zo.block_store import ZOBlockStore
+from ds_zo.backends.zo.store import ZOStore
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
 from ds_zo.bench.shapes import materialise
 from ds_zo.bench.trainer import Batch, Trainer, part_seconds, set_checkpointing
@@ -116,8 +116,14 @@ class _Run:
         """Streamed blocks of an engine of ds_zo; None: it has none, or is another engine."""
         backend = getattr(self.trainer.engine, "backend", None)
         if isinstance(backend, ZOBackend):
-            return backend.block_store
+            return backend.store.blocks
         return backend.blocks.store if isinstance(backend, LOMOBackend | AdapterBackend) else None
+
+    @property
+    def zo(self) -> ZOStore | None:
+        """What replays updates, for an engine with ZO."""
+        backend = getattr(self.trainer.engine, "backend", None)
+        return backend.store if isinstance(backend, ZOBackend) else None
 
     def batch(self, batch: int, length: int) -> Batch:
         return random_batch(self.model, batch, length, self.where)
@@ -138,8 +144,9 @@ class _Run:
         first_loss = float(step())
         first_step_s = time.perf_counter() - begin
         ages_after = None
-        if ages and isinstance(store, ZOBlockStore) and any(unit.streamed for unit in store.placement.blocks):
-            ages_after = lambda: min(store.interval, _LONGEST_WARMUP) - 1  # noqa: E731
+        zo = self.zo
+        if ages and zo is not None and any(unit.streamed for unit in zo.blocks.placement.blocks):
+            ages_after = lambda: min(zo.interval, _LONGEST_WARMUP) - 1  # noqa: E731
         limits: Row = {"max_s": self.case.max_s, "period": self.period, "ages_after": ages_after}
         measured = measure_steps(step, warmup=warmup - 1, steps=steps, device=where, **limits)
         if self.period > 1:
@@ -162,7 +169,7 @@ class _Run:
         if store is not None:
             before, after = moved[-1 - num_timed], moved[-1]
             up, down = ((b - a) / num_timed / 1e9 for a, b in zip(before, after, strict=True))
-            row |= {"up_gb_a_step": up, "down_gb_a_step": down, **_of_store(store)}
+            row |= {"up_gb_a_step": up, "down_gb_a_step": down, **_of_store(store, self.zo)}
         if parts:
             max_s = self.case.max_s
             repeats = 4 if max_s is None or 4 * measured["step_s"] < max_s else 2
@@ -226,7 +233,7 @@ def _moved_bytes(store: BlockStore | None) -> tuple[int, int]:
     return (0, 0) if store is None else (store.runtime.transport.bytes_up, store.runtime.transport.bytes_down)
 
 
-def _of_store(store: BlockStore) -> Row:
+def _of_store(store: BlockStore, zo: ZOStore | None) -> Row:
     blocks = store.placement.blocks
     row: Row = {
         "host_gb": store.store.nbytes / 1e9,
@@ -234,8 +241,8 @@ def _of_store(store: BlockStore) -> Row:
         "resident_blocks": sum(not unit.streamed for unit in blocks),
         "num_blocks": len(blocks),
     }
-    if isinstance(store, ZOBlockStore):
-        row |= {"interval": store.interval, "tempo": store.step_time}
+    if zo is not None:
+        row |= {"interval": zo.interval, "tempo": zo.step_time}
     return row
 
 

@@ -225,7 +225,7 @@ def _fitted_after(engine: Any, accumulation: int) -> int:
 
 
 def _written_back_after(engine: Any) -> int:
-    block_store = engine.backend.block_store
+    block_store = engine.backend.store
     streams = any(unit.streamed for unit in block_store.placement.blocks)
     return min(block_store.interval, _LONGEST_AGEING) if streams else 0
 

@@ -38,11 +38,32 @@ from ds_zo.streaming.units import Unit, UnitState
 from ds_zo.streaming.use import Preparation, Use
 
 
+class OwnBuffers:
+    """What a backend keeps beside the slots of its blocks. In this class it keeps nothing."""
+
+    blocks: BlockStore
+    """Set by the store of the blocks, before it allocates anything."""
+    before_overwrite: BeforeOverwrite | None = None
+    """See `Runtime`."""
+
+    @property
+    def num_low_slots(self) -> int:
+        return 0
+
+    def make(self) -> None:
+        """Called after the slots were made, for the blocks that are streamed now."""
+
+    def free(self) -> None:
+        """Called before the slots are freed."""
+
+    def settle(self) -> None:
+        """Called before stored bytes are moved or replaced: nothing may read them, or keep what was made of them."""
+
+
 class BlockStore:
     """Stores a model's units within a memory budget, and later moves blocks to the device where memory is left.
 
-    A backend's store extends it by the use that the backend makes of a block on the device. It calls `_make_runtime`
-    when its own buffers are known.
+    `make_buffers` is called when the backend's own buffers are known.
     """
 
     runtime: Runtime
@@ -59,11 +80,15 @@ class BlockStore:
         process_group: Any,
         remedy: str,
         transport: MakeTransport | None = None,
+        own: OwnBuffers | None = None,
     ) -> None:
         """Allocates and fills the units' buffers. `num_resident`: blocks that are on the device from the start.
         `needed`: the device memory of weights and buffers. `remedy`: what a user can do if it exceeds the budget.
-        `transport` makes the transport of blocks that ranks do not divide among them. None: `LocalCopy`."""
+        `transport` makes the transport of blocks that ranks do not divide among them. None: `LocalCopy`.
+        `own`: the backend's own buffers."""
         self.device = device
+        self._own = own or OwnBuffers()
+        self._own.blocks = self
         self.placement = placement
         self._stream = config.section.stream
         self._needed = needed
@@ -139,24 +164,31 @@ class BlockStore:
 
     # Buffers on the device that blocks share
 
-    def _make_runtime(self, *, num_low_slots: int = 0, before_overwrite: BeforeOverwrite | None = None) -> None:
-        """Makes the runtime, with slots for the blocks that are streamed now."""
+    def make_buffers(self) -> None:
+        """Makes the runtime, with slots for the blocks that are streamed now, and the backend's own buffers."""
+        if self.device.type == "cuda":
+            # Else small buffers could be carved from the memory of a large freed one, which would not fit again.
+            torch.cuda.empty_cache()
         self.runtime = Runtime(
             self.placement.blocks,
             self.transport,
             num_slots=self._stream.device_slots if self.streams.overlaps else 1,
-            num_low_slots=num_low_slots,
-            before_overwrite=before_overwrite,
+            num_low_slots=self._own.num_low_slots,
+            before_overwrite=self._own.before_overwrite,
         )
-
-    def make_buffers(self) -> None:
-        """Makes the runtime and the backend's own buffers, for the blocks that are streamed now."""
-        self._make_runtime()
+        self._own.make()
 
     def free_buffers(self) -> None:
         """Frees the slots and the backend's own buffers."""
         self.runtime.invalidate_slots()
+        self._own.free()
         self.runtime.free_buffers()
+
+    def remake_buffers(self) -> None:
+        """Called after a change of the sizes or the number of the backend's own buffers."""
+        self.free_buffers()
+        self.make_buffers()
+        self._retry_check.restart()
 
     def fill_device(self) -> None:
         """Called after each step. After the first one, whose activations show how much memory is left, it makes blocks
@@ -166,6 +198,7 @@ class BlockStore:
         if not self.may_fill_device:
             return
         self.may_fill_device = False
+        self._own.settle()
         self.wait()
         num_blocks = len(self.placement.blocks)
         wanted, figures = residents_after_a_step(
@@ -287,6 +320,7 @@ class BlockStore:
         """Context around writes to stored bytes that are not updates; all ranks enter it. Yields a function that tells
         whether this rank writes a unit: one rank of a machine writes to shared memory. Downloads to the units have
         completed on entry. On exit, every rank sees the writes."""
+        self._own.settle()
         for unit in units:
             self.runtime.host_wait(unit)
             unit.may_be_changed = True

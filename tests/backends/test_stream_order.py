@@ -15,7 +15,7 @@ from torch import nn
 from ds_zo.backends.lsp import groups as lsp_groups
 from ds_zo.backends.lsp.scheduler import ServiceOrder
 from ds_zo.backends.lsp.transfers import Copy, CopyLane
-from ds_zo.backends.zo import block_store as zo_store
+from ds_zo.backends.zo import store as zo_store
 from ds_zo.streaming import block_store
 from ds_zo.streaming.claims import Claim, Claims
 from ds_zo.streaming.streams import InlineStreams, made_by
@@ -77,7 +77,7 @@ def sharded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def buffers_in(engine: Any) -> Callable[[], Iterator[Buffer]]:
     """Those of the engine's runtime, whichever backend it has."""
-    store = getattr(engine.backend, "block_store", None) or engine.backend.blocks.store
+    store = engine.backend.store.blocks if hasattr(engine.backend, "store") else engine.backend.blocks.store
     return lambda: buffers_of(store.runtime)
 
 
@@ -174,7 +174,7 @@ def test_zo_orders_what_visits_that_break_off_leave_under_way(case: str, monkeyp
                     engine(**batch)
                 else:
                     engine.module.state_dict()
-            for unit in engine.backend.block_store.placement.units:
+            for unit in engine.backend.store.blocks.placement.units:
                 if unit.version == PARTLY_FOLDED:
                     unit.rewritten(engine.global_steps)  # as if a checkpoint had been loaded
             if step % 2:
@@ -259,7 +259,7 @@ def test_a_save_and_training_leave_each_others_bytes_alone(monkeypatch: pytest.M
         overwrite(self, unit, **what)
 
     def buffers() -> Iterator[Buffer]:
-        yield from buffers_of(engine.backend.block_store.runtime)
+        yield from buffers_of(engine.backend.store.blocks.runtime)
         for buffer in kept:
             yield "a block that was swapped out", buffer, False
 

@@ -30,7 +30,7 @@ def test_every_upload_goes_to_new_memory() -> None:
     case = CASES["opt"]
     for without, are_new in (((), False), (["reuse_buffers"], True)):
         with zo_engine(case.make(), zo_config(), without=without) as engine:
-            slots = engine.backend.block_store.runtime.slots
+            slots = engine.backend.store.blocks.runtime.slots
             train(engine, [case.batch(0)])
             before = [slot.buffer for slot in slots]
             train(engine, [case.batch(1)])
@@ -51,5 +51,5 @@ def test_the_command_of_a_refused_key_measures_its_effect(key: str, capsys: pyte
 
 def test_without_overlap_blocks_take_turns_in_one_slot() -> None:
     with zo_engine(CASES["opt"].make(), zo_config(), without=["overlap"]) as engine:
-        runtime = engine.backend.block_store.runtime
+        runtime = engine.backend.store.blocks.runtime
         assert len(runtime.slots) == 1 and runtime.streams.upload is runtime.streams.compute

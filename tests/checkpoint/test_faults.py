@@ -100,7 +100,7 @@ def test_an_error_at_every_file_operation(
                 assert "No space left" in str(error) and str(folder) in str(error)
         tag = (folder / "latest").read_text()
         reader.load_checkpoint(str(folder))
-        step = reader.backend.block_store.log.length
+        step = reader.backend.store.log.length
         assert (tag, step) in ([("good", 2), ("good", 3)] if same_tag else [("good", 2), ("new", 3)])
         if step == 2:
             assert_same_bits(planes(reader), good)
@@ -173,7 +173,7 @@ def test_a_save_that_fails_before_it_is_written_holds_nothing(
 ) -> None:
     """Whoever rewrites weights next waits until nobody holds them: for ever, if nobody is left to let them go."""
     engine = start("bf16 split", asynchronous=True)
-    claims = engine.backend.block_store.claims
+    claims = engine.backend.store.claims
     claim, made = claims.claim, []
 
     def no_memory(unit: Any) -> Any:

@@ -116,19 +116,19 @@ def test_a_unit_that_waits_to_be_written_keeps_its_bytes_while_it_folds() -> Non
     train(same, BATCHES[:4])
     saved = planes(engine)
     snapshot = engine.backend.snapshot(hold=True, omit_frozen=False)
-    host_nbytes = engine.backend.block_store.store.nbytes
+    host_nbytes = engine.backend.store.blocks.store.nbytes
     assert train(engine, BATCHES[4:10]) == train(same, BATCHES[4:10])
-    block_store = engine.backend.block_store
-    assert host_nbytes < block_store.store.nbytes <= 2 * host_nbytes
+    store = engine.backend.store
+    assert host_nbytes < store.blocks.store.nbytes <= 2 * host_nbytes
     late = {key: value.clone() for file in snapshot.weights_files for key, value in file.tensors().items()}
     assert_same_bits(late, {key: saved[key] for key in late})
     assert len(late) == sum(isinstance(v, torch.Tensor) for v in saved.values()) - 1  # the log's rows
     snapshot.abandon()
-    most = block_store.store.nbytes
+    most = store.blocks.store.nbytes
     for _ in range(2):  # buffers go round
         engine.backend.snapshot(hold=True, omit_frozen=False).abandon()
         train(engine, BATCHES[:6])
-    assert block_store.store.nbytes == most
+    assert store.blocks.store.nbytes == most
 
 
 @pytest.mark.parametrize("saved", ["bf16 split", "fp8 split", "bf12 wire"])
@@ -141,7 +141,7 @@ def test_another_way_of_storing_takes_the_weights_and_says_so(saved: str, tmp_pa
         other.load_checkpoint(str(tmp_path))
     assert any("not bit for bit" in line for line in lines)
     assert_equal(weights(other.module), weights(first.module))
-    assert other.backend.block_store.log.length == 4
+    assert other.backend.store.log.length == 4
     one_step(other, BATCHES[4])
 
 
@@ -155,7 +155,7 @@ def test_weights_alone(name: str, options: dict[str, Any], tmp_path: Path) -> No
     train(other, BATCHES[:2])
     other.load_checkpoint(str(tmp_path), **options)
     assert_equal(weights(other.module), weights(first.module))
-    assert other.backend.block_store.log.length == 2
+    assert other.backend.store.log.length == 2
     assert other.global_steps == (2 if "load_module_only" in options else 4)
     one_step(other, BATCHES[4])
 

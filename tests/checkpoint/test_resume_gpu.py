@@ -86,11 +86,11 @@ def test_zo_resumes_and_is_not_disturbed_by_asynchronous_saves(storage: str, tmp
         saving.save_checkpoint(str(tmp_path))
         train(saving, 5, 9)
         saving.wait_for_checkpoint()
-        expected, interval = bits(saving), saving.backend.block_store.interval
+        expected, interval = bits(saving), saving.backend.store.interval
     with zo_engine(model(), config_of(storage)) as resumed:
         resumed.load_checkpoint(str(tmp_path), tag="global_step3")
-        assert resumed.backend.block_store.interval == interval  # an automatic one is taken over, not measured again
-        assert not resumed.backend.block_store.must_choose_interval
+        assert resumed.backend.store.interval == interval  # an automatic one is taken over, not measured again
+        assert not resumed.backend.store.must_choose_interval
         train(resumed, 3, 4)
         resumed.save_checkpoint(str(tmp_path / "sync"))
         assert_same_weights_files(tmp_path / "global_step4", tmp_path / "sync" / "global_step4")
@@ -160,20 +160,20 @@ def test_an_automatic_choice_is_recorded_and_taken_over(tmp_path: Path) -> None:
     """The saving run chose its interval by measurement; one that is started elsewhere takes it from the checkpoint."""
     storage = "bf16, all automatic"
     with zo_engine(model(), config_of(storage)) as first:
-        assert first.backend.block_store.must_choose_interval and first.backend.block_store.may_fill_device
+        assert first.backend.store.must_choose_interval and first.backend.store.blocks.may_fill_device
         train(first, 0, 3)
-        block_store = first.backend.block_store
-        assert not block_store.must_choose_interval and not block_store.may_fill_device
-        assert not any(unit.streamed for unit in block_store.placement.blocks)  # all fit on this device
+        store = first.backend.store
+        assert not store.must_choose_interval and not store.blocks.may_fill_device
+        assert not any(unit.streamed for unit in store.blocks.placement.blocks)  # all fit on this device
         first.save_checkpoint(str(tmp_path))
         train(first, 3, 6)
-        expected, interval = bits(first), block_store.interval
+        expected, interval = bits(first), store.interval
     tight = {**config_of(storage)}
     tight["ds_zo"] = {**tight["ds_zo"], "stream": {**tight["ds_zo"]["stream"], "resident_blocks": 0}}
     with zo_engine(model(), tight) as streamed:  # another residency, the same bits
         streamed.load_checkpoint(str(tmp_path))
-        assert streamed.backend.block_store.interval == interval
-        assert all(unit.streamed for unit in streamed.backend.block_store.placement.blocks)
+        assert streamed.backend.store.interval == interval
+        assert all(unit.streamed for unit in streamed.backend.store.blocks.placement.blocks)
         train(streamed, 3, 6)
         assert_same_bits(bits(streamed), expected)
 

@@ -64,8 +64,8 @@ def test_a_run_that_updated_in_a_sweep_after_each_step_goes_on_with_the_same_bit
     json["ds_zo"]["stream"]["writeback_interval"] = 1
 
     def unfused(engine: Any, batches: list[dict[str, Any]]) -> list[float]:
-        store = engine.backend.block_store
-        return train(engine, batches, lambda step: store.materialiser.fold_now(*store.placement.units))
+        store = engine.backend.store
+        return train(engine, batches, lambda step: store.materialiser.fold_now(*store.blocks.placement.units))
 
     first = engine_for(Toy(), copy.deepcopy(json))
     unfused(first, BATCHES[:3])

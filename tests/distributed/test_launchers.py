@@ -40,7 +40,7 @@ for batch in loader:
     dealt.append(batch["ids"])
     one_step(engine, batch)
 assert len(dealt) == 4, "all rows, two a step"
-assert type(engine.backend.block_store.transport).__name__ == "NodeGather"
+assert type(engine.backend.store.blocks.transport).__name__ == "NodeGather"
 weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
 torch.save({"dealt": torch.stack(dealt), **weights}, f"{sys.argv[-1]}/{rank}.pt")
 torch.distributed.barrier()

@@ -48,9 +48,9 @@ def loaded(folder: Path, name: str = "fp32", **arguments: Any) -> Any:
 
 def planes(engine: Any) -> dict[str, Any]:
     """Everything a ZO run consists of, bit by bit."""
-    block_store = engine.backend.block_store
-    found: dict[str, Any] = {"length": block_store.log.length, "rows": block_store.log.rows.clone()}
-    for unit in block_store.placement.units:
+    store = engine.backend.store
+    found: dict[str, Any] = {"length": store.log.length, "rows": store.log.rows.clone()}
+    for unit in store.blocks.placement.units:
         key = next(unit.placed).name
         found[f"{key} version"] = unit.version
         for name, value in unit_tensors(unit, unit.store_buffer, unit.low_buffer).items():

@@ -109,7 +109,7 @@ def config_of(backend: str, placement: str) -> dict[str, Any]:
 
 def uploaded_bytes(backend: Any) -> int:
     """Bytes of blocks that were copied from the host to the device. 0 if no block is streamed."""
-    store = getattr(backend, "block_store", None) or backend.blocks.store
+    store = backend.store.blocks if hasattr(backend, "store") else backend.blocks.store
     return 0 if store is None else store.runtime.transport.bytes_up
 
 

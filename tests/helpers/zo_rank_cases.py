@@ -120,7 +120,7 @@ def storages(rank: int, names: list[str], stages: tuple[int, ...] = (0, 3)) -> d
             json = json_for(stage=stage, **{**STORAGES, **WHOLE}[name])
             with in_turn() if name == "no overlap" else nullcontext():
                 made = trained(json, rank)
-            block_store = made.backend.block_store
+            block_store = made.backend.store.blocks
             found[f"{name} {stage}"] = {
                 **result(made),
                 "host_nbytes": block_store.store.nbytes,
@@ -164,7 +164,7 @@ def filled(rank: int) -> dict[str, Any]:
     found = {}
     for stage in (0, 3):
         made = trained(json_for(stage=stage, resident_blocks=None, **BF16), rank)
-        block_store = made.backend.block_store
+        block_store = made.backend.store.blocks
         streamed = sum(unit.streamed for unit in block_store.placement.blocks)
         found[str(stage)] = {**result(made), "streamed": streamed, "host_nbytes": block_store.store.nbytes}
     return found
@@ -253,7 +253,7 @@ def alone(rank: int) -> dict[str, Any]:
         model = Skipping(width=512 if torch.cuda.is_available() else 16)
         made = engine(json_for(stage=stage, interval=2), model)
         if stage == 3 and rank == 0:
-            _read_slowly(made.backend.block_store)
+            _read_slowly(made.backend.store.blocks)
         seen: list[Any] = []
         for step, batch in enumerate(global_batches(6)):
             model.steps = step
@@ -394,8 +394,8 @@ def bits(engine: Any) -> dict[str, Any]:
     """Everything a run consists of."""
     from tests.helpers.checkpoint_runs import planes
 
-    for unit in engine.backend.block_store.placement.units:
-        engine.backend.block_store.runtime.host_wait(unit)
+    for unit in engine.backend.store.blocks.placement.units:
+        engine.backend.store.blocks.runtime.host_wait(unit)
     found = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in planes(engine).items()}
     return {**found, "digest": digest(engine)}
 
@@ -451,7 +451,7 @@ def wire(rank: int) -> dict[str, Any]:
             made = engine(json, Toy(width=width))
             batch = mine(global_batches()[0], index=rank, of=dist.get_world_size())
             one_step(made, batch)
-            sent, transport = made.backend.ranks.bytes_wire, made.backend.block_store.transport
+            sent, transport = made.backend.ranks.bytes_wire, made.backend.store.blocks.transport
             gathered = transport.bytes_wire
             with counted() as counts:
                 one_step(made, batch)
@@ -459,7 +459,7 @@ def wire(rank: int) -> dict[str, Any]:
                 "counts": counts,
                 "ranks": made.backend.ranks.bytes_wire - sent,
                 "gathered": transport.bytes_wire - gathered,
-                "stored": sum(u.nbytes for u in made.backend.block_store.placement.blocks),
+                "stored": sum(u.nbytes for u in made.backend.store.blocks.placement.blocks),
             }
     return found
 

@@ -78,7 +78,7 @@ def test_a_streamed_frozen_base_gives_the_resident_run_and_is_never_written_back
         engine = start(config, lora_model())
         if stream and backend == "zo":
             block_store = {
-                u.name: (u, u.store_buffer.clone()) for u in engine.backend.block_store.placement.units if u.streamed
+                u.name: (u, u.store_buffer.clone()) for u in engine.backend.store.blocks.placement.units if u.streamed
             }
             assert block_store, "blocks with frozen weights stream"
         losses = train(engine, batches(10))  # past the write-back interval

@@ -74,7 +74,7 @@ def planned_and_run(
         del output
     peak = torch.cuda.max_memory_allocated() - before if cuda else 0
     if case == "zo-streamed":
-        intervals = int(estimate.setting.split()[-2]), engine.backend.block_store.interval
+        intervals = int(estimate.setting.split()[-2]), engine.backend.store.interval
         planned, chosen = (
             _estimate(backend, shape, batch=batch, seq=seq, offload=offload, stream={**stream, "writeback_interval": k})
             for k in intervals

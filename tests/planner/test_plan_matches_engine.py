@@ -99,8 +99,8 @@ def zo_plan(name: str, *, offload: bool = True, num_directions: int = 1, **strea
 def test_zo_takes_the_planned_bytes_on_both_sides(name: str, stream: dict[str, Any], num_directions: int) -> None:
     plan = zo_plan(name, num_directions=num_directions, **stream)
     engine = start(name, "ZO", {"num_directions": num_directions}, dtype="bf16", **streams(stream))
-    block_store = engine.backend.block_store
-    units, runtime, materialiser = block_store.placement.units, block_store.runtime, block_store.materialiser
+    block_store, materialiser = engine.backend.store.blocks, engine.backend.store.materialiser
+    units, runtime = block_store.placement.units, block_store.runtime
     assert plan.host_nbytes - PROCESS_NBYTES == block_store.store.nbytes
     slots = [*runtime.slots, *runtime.low_slots]
     assert plan.device.get("slots", 0) == sum(slot.buffer.numel() for slot in slots)
@@ -114,7 +114,7 @@ def test_adapters_over_a_narrow_base_take_the_planned_bytes_of_the_base() -> Non
     shape = {"hidden_size": 128, "intermediate_size": 256}
     model = planned("llama", dtype="bf16", **shape)
     plan = estimate_zo(model, Limits(), stream=StreamConfig(**stream), params=ZOParams(), offload=True)
-    block_store = start(with_adapters(**shape), "ZO", dtype="bf16", **streams(stream)).backend.block_store
+    block_store = start(with_adapters(**shape), "ZO", dtype="bf16", **streams(stream)).backend.store.blocks
     assert_stored_as_planned(plan, block_store)
     assert (plan.up_nbytes, plan.down_nbytes) == (block_store.store.nbytes, 0)
     trained = sum(p.numel for u in block_store.placement.units for p in u.placed if p.trainable)
@@ -123,7 +123,7 @@ def test_adapters_over_a_narrow_base_take_the_planned_bytes_of_the_base() -> Non
 
 def test_zo_without_offload_keeps_everything_on_the_device() -> None:
     plan = zo_plan("opt", offload=False)
-    block_store = start("opt", "ZO", dtype="bf16").backend.block_store
+    block_store = start("opt", "ZO", dtype="bf16").backend.store.blocks
     assert plan.host_nbytes == PROCESS_NBYTES and block_store.store.nbytes == 0
     assert plan.device["weights"] == sum(u.nbytes + u.low_nbytes for u in block_store.placement.units)
     assert "slots" not in plan.device and plan.up_nbytes == plan.down_nbytes == 0
@@ -136,7 +136,7 @@ def test_zo_moves_the_planned_bytes() -> None:
     engine = start("llama", "ZO", shape=DEEP, **streams(stream))
     for seed in range(2):
         one_step(engine, seed=seed)
-    assert_moves_as_planned(plan, engine, engine.backend.block_store.runtime, num_steps=4)
+    assert_moves_as_planned(plan, engine, engine.backend.store.blocks.runtime, num_steps=4)
 
 
 @pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])

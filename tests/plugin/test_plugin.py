@@ -658,8 +658,8 @@ def test_the_table_says_why_weights_are_written_back_so_often(stream, offload, s
 def test_the_table_of_a_gpu(seen, monkeypatch):
     """Its texts, without a GPU: blocks are moved and the interval is chosen after the first step."""
     engine = start(streamed("ZO"), tiny_model("llama").to(torch.bfloat16))
-    store = engine.backend.block_store
-    store.must_choose_interval = store.may_fill_device = True
+    store = engine.backend.store
+    store.must_choose_interval = store.blocks.may_fill_device = True
     model = ModelFacts.of(engine.module)
     summary = replace(engine.backend.startup_summary(), ranks=None)
     groups = [{"lr": 1e-3, "weight_decay": 0.0}, {"lr": 1e-4, "weight_decay": 0.0}]
@@ -678,9 +678,9 @@ def test_the_table_of_a_gpu(seen, monkeypatch):
     assert rows["learning rate"] == "0.001, 0.0001, no scheduler"
     assert rows["ranks"] == "3, each with its own batch"
     ring = "a pinned ring of 256 MiB over pageable memory"
-    monkeypatch.setattr(store.store, "_ring", SimpleNamespace(nbytes=256 * 2**20))
+    monkeypatch.setattr(store.blocks.store, "_ring", SimpleNamespace(nbytes=256 * 2**20))
     for pinned, said in ((0, ring), (999, f"1.0 kB pinned, the rest through {ring}")):
-        monkeypatch.setattr(store.store, "pinned_nbytes", pinned)
+        monkeypatch.setattr(store.blocks.store, "pinned_nbytes", pinned)
         text = startup_table(engine, model)
         assert rows["host"].replace("not pinned", said) in text.splitlines()[5]
     assert [format_bytes(n) for n in (999, 10**6, 10**8, 14 * 10**9)] == ["1.0 kB", "1.0 MB", "0.10 GB", "14.00 GB"]

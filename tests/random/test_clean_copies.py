@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.backends.zo import block_store
+from ds_zo.backends.zo import store
 from tests.helpers.loaded_models import lora_over
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 from tests.helpers.weights import weights
@@ -52,11 +52,11 @@ Change = Callable[[Any, Path], None]
 
 
 def free(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    monkeypatch.setattr(block_store, "free_nbytes", lambda *_, **__: nbytes)
+    monkeypatch.setattr(store, "free_nbytes", lambda *_, **__: nbytes)
 
 
 def copies_of(engine: Any) -> Any:
-    return engine.backend.block_store.materialiser.copies
+    return engine.backend.store.materialiser.copies
 
 
 def model_of(kind: str) -> nn.Module:
@@ -185,7 +185,7 @@ def test_copies_take_no_more_than_they_leave_free(monkeypatch: pytest.MonkeyPatc
     engine = engine_for(Toy(), zo_json(interval=7))
     train(engine, toy_batches(2))
     copies, batch, total = copies_of(engine), toy_batches(1)[0], [4 * 6000]
-    monkeypatch.setattr(block_store, "free_nbytes", lambda *_, **__: total[0] - copies.nbytes)
+    monkeypatch.setattr(store, "free_nbytes", lambda *_, **__: total[0] - copies.nbytes)
     with log_lines(20) as lines, torch.no_grad():
         loss = engine.module(**batch)
         assert 0 < copies.nbytes <= total[0] / 2

@@ -99,7 +99,7 @@ def as_older(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     def zo(self: Any, names: set[str]) -> dict[str, Any]:
-        units = self._block_store.placement.units
+        units = self._store.blocks.placement.units
         return {"source": describe_zo(self, names)["source"], "sha256": older_base.hash_of_units(units, names)}
 
     monkeypatch.setattr(FrozenBase, "description", adapters)

@@ -80,7 +80,7 @@ def test_training_from_pageable_memory_equals_training_from_pinned_memory(monkey
         if not pins:
             monkeypatch.setattr(torch.cuda.cudart(), "cudaHostRegister", lambda *arguments: 2)
         engine = deepspeed.initialize(model=tiny_model("llama").train(), config=config)[0]
-        store = engine.backend.block_store.store
+        store = engine.backend.store.blocks.store
         assert (store.pinned_nbytes == store.nbytes, store._ring is None) == (pins, pins)
         losses = []
         for seed in range(4):

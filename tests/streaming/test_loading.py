@@ -236,14 +236,14 @@ for how, load, stream in (
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     engine = initialize(load(large), stream)
     peak = status("VmHWM")
-    block_store = engine.backend.block_store
-    units = block_store.placement.units
+    store = engine.backend.store
+    units = store.blocks.placement.units
     results[how] = {
         "taken": peak - before,
         "stored": sum(u.nbytes + u.low_nbytes for u in units),
-        "device": sum(s.buffer.numel() for s in block_store.runtime.slots) + block_store.materialiser.scratch.numel(),
+        "device": sum(s.buffer.numel() for s in store.blocks.runtime.slots) + store.materialiser.scratch.numel(),
     }
-first = {u.name: float(next(iter(u.placed)).parameter.flatten()[0]) for u in block_store.placement.blocks}
+first = {u.name: float(next(iter(u.placed)).parameter.flatten()[0]) for u in store.blocks.placement.blocks}
 print("RESULT", json.dumps(results | {"first": first}))
 """
 
@@ -645,7 +645,7 @@ def test_experts_in_mxfp4(asked: Any, tmp_path: Path) -> None:
     ours = engine_for(lora_over(model), config)
     stored = {
         p.name.removeprefix("base_model.model."): (part, p, unit)
-        for unit in ours.backend.block_store.placement.blocks
+        for unit in ours.backend.store.blocks.placement.blocks
         for part in unit.parts
         for p in part.placed
     }

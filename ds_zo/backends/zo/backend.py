@@ -30,7 +30,6 @@ from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.common.unit_weights import UnitWeights
 from ds_zo.backends.zo.activations import Activations
-from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.checkpoint import ZOCheckpoint
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 from ds_zo.backends.zo.lockstep import Lockstep
@@ -41,6 +40,7 @@ from ds_zo.backends.zo.pass_inputs import PassInputs
 from ds_zo.backends.zo.passes import TrainingPasses
 from ds_zo.backends.zo.ranks import Ranks
 from ds_zo.backends.zo.replayed_weights import ReplayedWeights
+from ds_zo.backends.zo.store import ZOStore
 from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.snapshot import Snapshot, persistent_buffers
@@ -73,33 +73,33 @@ class ZOBackend(Backend):
             device=device,
             at=config.params_at,
         )
-        self.block_store = ZOBlockStore(module, config, param_groups=self.param_groups, device=device, ranks=self.ranks)
+        self.store = ZOStore(module, config, param_groups=self.param_groups, device=device, ranks=self.ranks)
         lockstep = Lockstep(device)
         graphs = config.section.cuda_graphs and device.type == "cuda"
-        self._graphs = BlockGraphs(self.block_store, lockstep, device=device) if graphs else None
+        self._graphs = BlockGraphs(self.store, lockstep, device=device) if graphs else None
         self._activations = Activations(module)
         self._passes = TrainingPasses(
             module,
-            self.block_store,
+            self.store,
             lockstep,
             self._activations,
             num_passes=2 * self.ranks.num_own_directions,
             graphs=self._graphs,
             before_pass_long=self._perturb_every_row,
         )
-        self._checkpoint = ZOCheckpoint(self.block_store, module, aliases=self.aliases())
+        self._checkpoint = ZOCheckpoint(self.store, module, aliases=self.aliases())
         writes = not dist.is_initialized() or dist.get_rank() == 0
         self.recorder = self._checkpoint.recorder() if config.section.checkpoint.trajectory and writes else None
-        storage = ReplayedWeights(module, self.block_store, on_write=self._break_trajectory)
+        storage = ReplayedWeights(module, self.store, on_write=self._break_trajectory)
         self.weights_by_name = UnitWeights(module, storage)
         self._never_in_train_mode = not module.training
         """Whether no forward has run in train mode yet. `from_pretrained` returns models in eval mode, and DeepSpeed
         trains them also if the script never calls `train()`."""
         self._model_check = ModelCheck(
-            module, self.block_store, self.param_groups, graphs=self._graphs, on_regrouping=self._break_trajectory
+            module, self.store, self.param_groups, graphs=self._graphs, on_regrouping=self._break_trajectory
         )
         self._trained_parameters = TrainedParameters(
-            p for unit in self.block_store.placement.units for p in unit.placed
+            p for unit in self.store.blocks.placement.units for p in unit.placed
         )
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         self._projected = torch.zeros(self.settings.num_directions, device=device)
@@ -139,7 +139,7 @@ class ZOBackend(Backend):
         passes."""
         self._model_check.check(self.param_groups)
         args, kwargs = self.ranks.shared_batch(args, kwargs)
-        self.block_store.materialiser.begin_forward()
+        self.store.materialiser.begin_forward()
         inputs = PassInputs(args, kwargs, copies=self._passes.profile.writes_inputs)
         with self._step_settings():
             results = self._passes.run(
@@ -149,7 +149,7 @@ class ZOBackend(Backend):
         tied = tie(
             passes,
             anchor=self._anchor,
-            accumulate=partial(self._accumulate, self.block_store.log.length),
+            accumulate=partial(self._accumulate, self.store.log.length),
             inputs=[x for x in inputs.requiring_grad() if x not in self._trained_parameters],
         )
         if loss_of(output) is not None:
@@ -179,12 +179,10 @@ class ZOBackend(Backend):
         for unit in units:
             for part in unit.parts:
                 for p in (p for p in part.placed if any(p.still)):
-                    self.block_store.materialiser.fold_now(unit)
+                    self.store.materialiser.fold_now(unit)
                     p.still = (0, 0)
                     part.forget_tables()
-                    if self.block_store.log.length or (
-                        self.recorder is not None and self.recorder.follows_a_checkpoint
-                    ):
+                    if self.store.log.length or (self.recorder is not None and self.recorder.follows_a_checkpoint):
                         self._break_trajectory()
 
     @contextmanager
@@ -208,10 +206,10 @@ class ZOBackend(Backend):
     def _accumulate(self, step: int, differences: torch.Tensor) -> None:
         """Adds this rank's `(l+ - l-) / (2 zo_eps)` to the projected gradients. `step` is the step whose forward made
         the loss."""
-        if step != self.block_store.log.length:
+        if step != self.store.log.length:
             raise RuntimeError(
                 f"a loss belongs to the noise of its own step, got one of step {step} in step "
-                f"{self.block_store.log.length}: call engine.backward before the engine.step that follows its forward"
+                f"{self.store.log.length}: call engine.backward before the engine.step that follows its forward"
             )
         self._projected[self.ranks.own_directions] += differences / (2 * self.settings.zo_eps)
 
@@ -229,20 +227,18 @@ class ZOBackend(Backend):
         if self.settings.clip_projected_grad is not None:
             limit = self.settings.clip_projected_grad
             g = torch.where(g.isfinite(), g.clamp(-limit, limit), g)  # a step with an overflow is skipped, not clipped
-        self.block_store.materialiser.fold_due()
-        finite = self.block_store.log.append(
+        self.store.materialiser.fold_due()
+        finite = self.store.log.append(
             g,
             lrs=[float(group["lr"]) for group in self.param_groups],
             weight_decays=[float(group.get("weight_decay", 0.0)) for group in self.param_groups],
         )
         if self.recorder is not None:
-            self.recorder.append(self.block_store.log.last_row)
+            self.recorder.append(self.store.log.last_row)
         self._projected = torch.zeros_like(g)
-        self.block_store.fill_device()
-        if self.block_store.must_choose_interval:
-            self.block_store.choose_interval(
-                num_uploads=self._passes.num_uploads, agree=self.ranks.broadcast_from_first
-            )
+        self.store.fill_device()
+        if self.store.must_choose_interval:
+            self.store.choose_interval(num_uploads=self._passes.num_uploads, agree=self.ranks.broadcast_from_first)
         return StepOutcome(applied=DeferredScalar(finite), grad_norm=DeferredScalar(norm))
 
     # Changes that the user makes to the model or the optimizer
@@ -251,7 +247,7 @@ class ZOBackend(Backend):
         """Ends the recorded trajectory: the weights, or the set of trained parameters, changed by something other than
         a step."""
         if self.recorder is not None:
-            self.recorder.end_log(self.block_store.log.length)
+            self.recorder.end_log(self.store.log.length)
 
     # Saving, loading, describing
 
@@ -259,7 +255,7 @@ class ZOBackend(Backend):
         return self.weights_by_name.frozen_undecoded()
 
     def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
-        self.block_store.must_choose_interval = False  # the checkpoint holds the interval
+        self.store.must_choose_interval = False  # the checkpoint holds the interval
         # A trajectory starts from a checkpoint with all weights.
         found = self._checkpoint.snapshot(hold=hold, omit_frozen=omit_frozen, omit_base=self.recorder is None)
         if self.recorder is None:
@@ -280,14 +276,14 @@ class ZOBackend(Backend):
         """Applies logged updates. Folds each unit where the original step did, so that the weights have the same bits.
         Returns the number of steps that were skipped."""
         for row in rows:
-            self.block_store.materialiser.fold_due()
-            self.block_store.log.append_row(row)
+            self.store.materialiser.fold_due()
+            self.store.log.append_row(row)
         self._projected.zero_()
         self.weights_by_name.forget()
-        return self.block_store.log.num_skipped(rows)
+        return self.store.log.num_skipped(rows)
 
     def weights(self, *, omitted: Collection[str] = ()) -> Stream:
-        placed = [p for unit in self.block_store.placement.units for p in unit.placed if p.name not in omitted]
+        placed = [p for unit in self.store.blocks.placement.units for p in unit.placed if p.name not in omitted]
         buffers = dict(persistent_buffers(self.module))
         specs = [Spec(p.name, p.parameter.dtype, tuple(p.parameter.shape)) for p in placed]
         specs += [Spec(name, value.dtype, tuple(value.shape)) for name, value in buffers.items()]
@@ -302,7 +298,7 @@ class ZOBackend(Backend):
     def load_weights(self, weights: Weights, *, strict: bool = True) -> None:
         aliases = self.aliases()
         with without_interception():
-            here = {p.name: p.parameter.data for unit in self.block_store.placement.units for p in unit.placed}
+            here = {p.name: p.parameter.data for unit in self.store.blocks.placement.units for p in unit.placed}
         here |= dict(persistent_buffers(self.module))
         every = {**here, **{alias: here[name] for alias, name in aliases.items()}}
         check_weights(weights, every, aliases, strict=strict)
@@ -318,7 +314,7 @@ class ZOBackend(Backend):
 
     def rank_state(self) -> dict[str, Any]:
         # As in `snapshot`, which only the first rank makes: all ranks must keep the same interval.
-        self.block_store.must_choose_interval = False
+        self.store.must_choose_interval = False
         return {"projected": self._projected.cpu()}
 
     def check_rank_state(self, state: Mapping[str, Any]) -> None:
@@ -337,11 +333,11 @@ class ZOBackend(Backend):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.block_store.log.length, "seed": self.settings.seed, "noise_version": ops.NOISE_VERSION}
+        return {"step": self.store.log.length, "seed": self.settings.seed, "noise_version": ops.NOISE_VERSION}
 
     def describe(self) -> str:
         return (
-            f"{self.block_store.describe()}\nds_zo: {self.settings.num_directions} direction(s) a step, zo_eps "
+            f"{self.store.describe()}\nds_zo: {self.settings.num_directions} direction(s) a step, zo_eps "
             f"{self.settings.zo_eps:g}, {self.settings.distribution} noise from seed {self.settings.seed}"
             f"{self.ranks.describe()}"
         )
@@ -349,7 +345,7 @@ class ZOBackend(Backend):
     def startup_summary(self) -> StartupSummary:
         directions = "direction" if self.settings.num_directions == 1 else "directions"
         return replace(
-            self.block_store.startup_summary(),
+            self.store.startup_summary(),
             settings=f"{self.settings.num_directions} {directions} a step, zo_eps {self.settings.zo_eps:g}, "
             f"{self.settings.distribution} noise, seed {self.settings.seed}",
             ranks=self.ranks.startup_text(),

@@ -19,9 +19,9 @@ from torch import nn
 
 from ds_zo import ops
 from ds_zo.backends.common.frozen_base import check_base, describe_base, refuse_base, sums_of_units
-from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.materialise import check_whole
 from ds_zo.backends.zo.replay_log import CAPACITY
+from ds_zo.backends.zo.store import ZOStore
 from ds_zo.checkpoint import older_base
 from ds_zo.checkpoint.errors import CheckpointError, reading_content
 from ds_zo.checkpoint.files import hash_json, hash_tensors
@@ -49,8 +49,8 @@ from ds_zo.streaming.units import Unit
 class ZOCheckpoint:
     """Makes snapshots of one model's block store, and restores them."""
 
-    def __init__(self, block_store: ZOBlockStore, module: nn.Module, *, aliases: Mapping[str, str]) -> None:
-        self._block_store = block_store
+    def __init__(self, store: ZOStore, module: nn.Module, *, aliases: Mapping[str, str]) -> None:
+        self._store = store
         self._module = module
         self._aliases = dict(aliases)
 
@@ -61,15 +61,15 @@ class ZOCheckpoint:
 
         See [Note: replaced buffers], and for `omit_base` [Note: frozen base].
         """
-        block_store, units = self._block_store, self._block_store.placement.units
+        store, units = self._store, self._store.blocks.placement.units
         omitted = {p.name for u in units for p in u.placed if omit_frozen and not p.parameter.requires_grad}
-        base = set(block_store.base) if omit_base else set()
+        base = set(store.base) if omit_base else set()
         omitted |= base
         for unit in units:
             check_whole(unit)
         if not hold:  # `_weights_file` waits for each unit's download
-            block_store.streams.compute.synchronize()
-        state = {**self.facts(), "omitted": sorted(omitted), "rows": block_store.log.rows.cpu().clone()}
+            store.blocks.streams.compute.synchronize()
+        state = {**self.facts(), "omitted": sorted(omitted), "rows": store.log.rows.cpu().clone()}
         if base:
             state["base"] = self._describe_base(omitted)
         state["units"] = [{**describe(u), "version": u.version} for u in units]
@@ -91,23 +91,23 @@ class ZOCheckpoint:
     def is_as_replayed(self, first_step: int) -> bool:
         """Whether the stored bytes are those of a replay from `first_step`, which folds units where training passes do.
         A read of a parameter may have folded a unit earlier."""
-        last = self._block_store.log.length - 1
+        last = self._store.log.length - 1
 
         def is_early(unit: Unit) -> bool:
-            every = self._block_store.interval if unit.is_block else 1
+            every = self._store.interval if unit.is_block else 1
             last_fold = last - (last + turn(unit.index, every)) % every
             return unit.trainable and unit.version > max(last_fold, first_step)
 
-        return not any(map(is_early, self._block_store.placement.units))
+        return not any(map(is_early, self._store.blocks.placement.units))
 
     def recorder(self) -> TrajectoryRecorder:
         """A recorder for the trajectory of a run that starts here. Reads all weights once, for the hash of the starting
         point."""
-        block_store = self._block_store
-        digests = {unit_key(describe(unit)): hash_tensors(host_tensors(unit)) for unit in block_store.placement.units}
-        on_device = block_store.device.type == "cuda"
+        store = self._store
+        digests = {unit_key(describe(unit)): hash_tensors(host_tensors(unit)) for unit in store.blocks.placement.units}
+        on_device = store.blocks.device.type == "cuda"
         return TrajectoryRecorder(
-            self._header, step=block_store.log.length, base_sha256=hash_json(digests), on_device=on_device
+            self._header, step=store.log.length, base_sha256=hash_json(digests), on_device=on_device
         )
 
     def _header(self) -> dict[str, Any]:
@@ -117,26 +117,26 @@ class ZOCheckpoint:
             "model": getattr(config, "_name_or_path", None) or type(self._module).__name__,
             "facts": {name: value for name, value in self.facts().items() if name != "step"},
             "capacity": CAPACITY,
-            "width": self._block_store.log.rows.shape[1],
-            "units": [describe(unit) for unit in self._block_store.placement.units],
+            "width": self._store.log.rows.shape[1],
+            "units": [describe(unit) for unit in self._store.blocks.placement.units],
             "aliases": self._aliases,
             "buffers": [name for name, _ in persistent_buffers(self._module)],
         }
 
     def facts(self) -> dict[str, Any]:
         """The settings that determine how updates are made and stored, besides the units themselves."""
-        block_store = self._block_store
+        store = self._store
         return {
-            "step": block_store.log.length,
+            "step": store.log.length,
             "noise_version": ops.NOISE_VERSION,
-            "seed": block_store.perturbation.seed,
-            "distribution": block_store.perturbation.distribution,
-            "rounding": block_store.perturbation.rounding,
-            "num_directions": block_store.log.num_directions,
-            "num_groups": block_store.log.num_groups,
-            "interval": block_store.interval,
+            "seed": store.perturbation.seed,
+            "distribution": store.perturbation.distribution,
+            "rounding": store.perturbation.rounding,
+            "num_directions": store.log.num_directions,
+            "num_groups": store.log.num_groups,
+            "interval": store.interval,
             "fold_order": FOLD_ORDER,
-            "device": block_store.device.type,
+            "device": store.blocks.device.type,
         }
 
     def _weights_file(self, unit: Unit, *, hold: bool, omitted: set[str]) -> WeightsFile:
@@ -145,9 +145,9 @@ class ZOCheckpoint:
         if all(placed.name in omitted for placed in unit.placed):
             return WeightsFile(dict, 0, unit_key(describe(unit)))
         if hold:
-            if self._block_store.store.num_sharers > 1:
-                self._block_store.runtime.host_wait(unit)
-            held = self._block_store.claims.claim(unit)
+            if self._store.blocks.store.num_sharers > 1:
+                self._store.blocks.runtime.host_wait(unit)
+            held = self._store.claims.claim(unit)
             return WeightsFile(
                 lambda: _without(unit_tensors(unit, *held.buffers()), omitted),
                 unit.nbytes + unit.low_nbytes,
@@ -156,13 +156,13 @@ class ZOCheckpoint:
             )
 
         def tensors() -> Mapping[str, torch.Tensor]:
-            self._block_store.runtime.host_wait(unit)
+            self._store.blocks.runtime.host_wait(unit)
             return _without(host_tensors(unit), omitted)
 
         return WeightsFile(tensors, unit.nbytes + unit.low_nbytes, unit_key(describe(unit)))
 
     def _describe_base(self, names: set[str]) -> dict[str, Any]:
-        units = self._block_store.placement.units
+        units = self._store.blocks.placement.units
         parts = [p for u in units for p in u.parts if p.frozen and any(placed.name in names for placed in p.placed)]
         own = names & {placed.name for part in parts for placed in part.placed}
         sums = sums_of_units(units, own)
@@ -173,7 +173,7 @@ class ZOCheckpoint:
         base = saved.backend_state.get("base")
         if base is None:
             return
-        units = self._block_store.placement.units
+        units = self._store.blocks.placement.units
         if "sums" in base:
             check_base(base, self._describe_base(set(base["sums"])), folder=saved.folder)
         elif _storage(map(describe, units), omitted) != _storage(saved.backend_state["units"], omitted):
@@ -187,7 +187,7 @@ class ZOCheckpoint:
     def _steps_to_fold(self, unit: Unit) -> int:
         """Steps until the unit's next fold. Units that the snapshot copies come last, because no fold waits for them to
         be written."""
-        step, interval = self._block_store.log.length, self._block_store.interval
+        step, interval = self._store.log.length, self._store.interval
         return (-(step + turn(unit.index, interval))) % interval if unit.streamed or unit.low_streamed else interval
 
     # Loading
@@ -209,8 +209,8 @@ class ZOCheckpoint:
         buffers = dict(persistent_buffers(self._module))
         forms = {name: saved.form(name) for name in state["buffers"] if name in buffers}
         check_forms(forms, buffers, of=f"checkpoint {saved.folder}")
-        if resume and self._block_store.must_choose_interval:
-            self._block_store.set_interval(state["interval"])
+        if resume and self._store.must_choose_interval:
+            self._store.set_interval(state["interval"])
         if resume:
             self._take_still(state["units"])
         reasons = self._differences(state) if wrong is None else [f"models ({wrong})"]
@@ -219,21 +219,21 @@ class ZOCheckpoint:
         else:
             self._restore_values(saved, partial=wrong is not None or bool(omitted))
             if resume:
-                self._block_store.log.length = state["step"]
+                self._store.log.length = state["step"]
                 logger.warning(
                     f"ds_zo: the checkpoint and this run differ in {', '.join(reasons)}: the run resumes from the "
                     "checkpoint's weights with every update applied, but not bit for bit as the saved run would"
                 )
-                for unit in self._block_store.placement.units:
-                    unit.rewritten(self._block_store.log.length)
+                for unit in self._store.blocks.placement.units:
+                    unit.rewritten(self._store.log.length)
         for name in forms:
             buffers[name].copy_(saved.tensor(name))
-        self._block_store.runtime.invalidate_slots()
+        self._store.blocks.runtime.invalidate_slots()
 
     def _take_still(self, descriptions: Iterable[Mapping[str, Any]]) -> None:
         """Takes over which rows get no noise, so that a resumed run perturbs the same rows as the saved one."""
         still = {p["name"]: still_of(p) for unit in descriptions for part in unit["parts"] for p in part["params"]}
-        for part in (part for unit in self._block_store.placement.units for part in unit.parts):
+        for part in (part for unit in self._store.blocks.placement.units for part in unit.parts):
             for p in part.placed:
                 p.still = still.get(p.name, p.still)
             part.forget_tables()
@@ -255,7 +255,7 @@ class ZOCheckpoint:
             )
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        return {p.name: tuple(p.parameter.shape) for u in self._block_store.placement.units for p in u.placed}
+        return {p.name: tuple(p.parameter.shape) for u in self._store.blocks.placement.units for p in u.placed}
 
     def _differences(self, state: Mapping[str, Any]) -> list[str]:
         """Settings in which the checkpoint and this run differ, as text. If there are any, a resumed run has other
@@ -264,43 +264,43 @@ class ZOCheckpoint:
         names = ("noise_version", "seed", "distribution", "rounding", "num_directions", "num_groups", "interval")
         found = [f"{n} ({theirs[n]} there, {ours[n]} here)" for n in (*names, "fold_order") if theirs[n] != ours[n]]
         there = {unit_key(u): {k: v for k, v in u.items() if k != "version"} for u in state["units"]}
-        here = {unit_key(u): u for u in map(describe, self._block_store.placement.units)}
+        here = {unit_key(u): u for u in map(describe, self._store.blocks.placement.units)}
         if there != here:
             found.append("blocks, groups or storage formats")
         return found
 
     def _restore_planes(self, saved: Saved, omitted: set[str]) -> None:
         """Restores stored planes, versions and the log, bit for bit."""
-        block_store, state = self._block_store, saved.backend_state
+        store, state = self._store, saved.backend_state
         versions = {unit_key(u): u["version"] for u in state["units"]}
-        with block_store.rewriting(*block_store.placement.units) as writes:
-            for unit in block_store.placement.units:
+        with store.blocks.rewriting(*store.blocks.placement.units) as writes:
+            for unit in store.blocks.placement.units:
                 if writes(unit):
                     fill_unit(unit, saved.tensor, omitted=omitted)
                 unit.rewritten(versions[unit_key(describe(unit))])
                 unit.bind_stored()
-        block_store.base &= omitted
-        block_store.log.rows.copy_(state["rows"])
-        block_store.log.length = state["step"]
+        store.base &= omitted
+        store.log.rows.copy_(state["rows"])
+        store.log.length = state["step"]
 
     def _restore_values(self, saved: Saved, *, partial: bool) -> None:
         """Restores every weight's value at the saved step, in this run's storage format. `partial`: the checkpoint
         lacks some weights."""
-        block_store = self._block_store
-        where = {p.name: (unit, p) for unit in block_store.placement.units for p in unit.placed}
+        store = self._store
+        where = {p.name: (unit, p) for unit in store.blocks.placement.units for p in unit.placed}
         if partial:  # weights that the checkpoint lacks keep their values, with pending updates
-            for unit in block_store.placement.units:
-                block_store.materialiser.fold_now(unit)
-        with block_store.rewriting(*block_store.placement.units) as writes:
-            for there, value in saved_values(saved, device=block_store.device, exact=True):
+            for unit in store.blocks.placement.units:
+                store.materialiser.fold_now(unit)
+        with store.blocks.rewriting(*store.blocks.placement.units) as writes:
+            for there, value in saved_values(saved, device=store.blocks.device, exact=True):
                 if there.name not in where:
                     continue
                 unit, placed = where[there.name]
-                block_store.base.discard(placed.name)
+                store.base.discard(placed.name)
                 if placed.parameter.shape == there.parameter.shape:
                     unit.store_one(placed, value, writes=writes(unit))
-        for unit in block_store.placement.units:
-            unit.rewritten(block_store.log.length)
+        for unit in store.blocks.placement.units:
+            unit.rewritten(store.log.length)
             unit.bind_stored()
 
 

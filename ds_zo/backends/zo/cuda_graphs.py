@@ -25,8 +25,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ds_zo.backends.common.plain_copies import StandIn
-from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.lockstep import Lockstep
+from ds_zo.backends.zo.store import ZOStore
 from ds_zo.ops.recording import recorded
 from ds_zo.streaming.units import Unit
 
@@ -93,8 +93,8 @@ class Recording:
 class BlockGraphs:
     """Replaces the forward of each block by one that replays a recording where there is one."""
 
-    def __init__(self, block_store: ZOBlockStore, lockstep: Lockstep, *, device: torch.device) -> None:
-        self._block_store = block_store
+    def __init__(self, store: ZOStore, lockstep: Lockstep, *, device: torch.device) -> None:
+        self._store = store
         self._lockstep = lockstep
         self._device = device
         self._recordings: dict[Key, Recording | None] = {}
@@ -112,8 +112,8 @@ class BlockGraphs:
         self._stand_ins: list[StandIn] = []
         self._excluded: set[int] = set()
         """Units that are blocks no more, by id."""
-        entered = {id(module) for module in block_store.placement.entered_by}
-        for unit in block_store.placement.blocks:
+        entered = {id(module) for module in store.blocks.placement.entered_by}
+        for unit in store.blocks.placement.blocks:
             has_hooks_inside = any(id(m) in entered for m in unit.module.modules())
             if not has_hooks_inside and not any(part.frozen for part in unit.parts):
                 call = partial(self._forward, unit, tuple(unit.module.modules()), unit.module.forward)
@@ -150,10 +150,10 @@ class BlockGraphs:
         those inside it."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or id(unit) in self._excluded:
             return forward(*args, **kwargs)
-        if self._recorded_for is not self._block_store.materialiser:  # working copies have other addresses
+        if self._recorded_for is not self._store.materialiser:  # working copies have other addresses
             self.forget()
-            self._recorded_for = self._block_store.materialiser
-        if self._disabled or not (self._lockstep.inside and self._block_store.materialiser.in_one_launch):
+            self._recorded_for = self._store.materialiser
+        if self._disabled or not (self._lockstep.inside and self._store.materialiser.in_one_launch):
             return forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -11,8 +11,8 @@ from torch import nn
 
 from ds_zo.backends.common.plain_copies import StandIn
 from ds_zo.backends.common.random_state import own_generators
-from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
+from ds_zo.backends.zo.store import ZOStore
 
 ParamGroups = Sequence[Mapping[str, Any]]
 
@@ -48,7 +48,7 @@ class ModelCheck:
     def __init__(
         self,
         module: nn.Module,
-        block_store: ZOBlockStore,
+        store: ZOStore,
         param_groups: ParamGroups,
         *,
         graphs: BlockGraphs | None,
@@ -56,12 +56,12 @@ class ModelCheck:
     ) -> None:
         """`on_regrouping` is called after steps have been made and the set of trained parameters has changed."""
         self._module = module
-        self._block_store = block_store
+        self._store = store
         self._graphs = graphs
         self._on_regrouping = on_regrouping
         self._with_generators: list[nn.Module] = []
         """The modules that hold random generators."""
-        blocks = [unit.module for unit in block_store.placement.blocks]
+        blocks = [unit.module for unit in store.blocks.placement.blocks]
         owners = [m for m in module.modules() if any(p is not None for p in m._parameters.values())]
         self._forwards = {m: _own_forward(m) for m in (*blocks, *owners)}
         """The forwards of blocks and of modules that own parameters, at `deepspeed.initialize`."""
@@ -78,7 +78,7 @@ class ModelCheck:
     def _find_groups_and_flags(self, param_groups: ParamGroups) -> dict[int, tuple[int, bool]]:
         """For each placed parameter, by its id: its optimizer group, and whether it is trained."""
         group_of = {id(p): index for index, group in enumerate(param_groups) for p in group["params"]}
-        placed = [p.parameter for unit in self._block_store.placement.units for p in unit.placed]
+        placed = [p.parameter for unit in self._store.blocks.placement.units for p in unit.placed]
         return {id(p): (group_of.get(id(p), 0), p.requires_grad and id(p) in group_of) for p in placed}
 
     def _find_trained(self) -> frozenset[int]:
@@ -116,7 +116,7 @@ class ModelCheck:
             self._regrouped = False
 
     def _check_parameters(self, param_groups: ParamGroups) -> None:
-        log, units = self._block_store.log, self._block_store.placement.units
+        log, units = self._store.log, self._store.blocks.placement.units
         placed_shapes = {id(p.parameter): p.shape for unit in units for p in unit.placed}
         for name, parameter in self._module.named_parameters():
             if placed_shapes.get(id(parameter)) != parameter.shape:
@@ -148,7 +148,7 @@ class ModelCheck:
                     f"parameter {p.name} was frozen when deepspeed.initialize ran, and its storage cannot be trained: "
                     "unfreeze it before initialize, and give it to an optimizer group"
                 )
-        self._block_store.materialiser.fold_now(*units)
+        self._store.materialiser.fold_now(*units)
         for part, p in placed:
             p.group, p.trainable = found[id(p.parameter)]
             part.forget_tables()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ds_zo.backends.zo.activations import Activations
-from ds_zo.backends.zo.block_store import ZOBlockStore
+from ds_zo.backends.zo.store import ZOStore
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 from ds_zo.backends.zo.lockstep import Lockstep
 from ds_zo.backends.zo.outputs import floats_of, losses_of
@@ -29,7 +29,7 @@ class TrainingPasses:
     def __init__(
         self,
         module: nn.Module,
-        block_store: ZOBlockStore,
+        store: ZOStore,
         lockstep: Lockstep,
         activations: Activations,
         *,
@@ -43,9 +43,9 @@ class TrainingPasses:
         self._lockstep = lockstep
         self._activations = activations
         self._num_passes = num_passes
-        copies = WorkingCopies(module, block_store, lockstep, num_passes=num_passes, device=block_store.device)
+        copies = WorkingCopies(module, store, lockstep, num_passes=num_passes, device=store.blocks.device)
         self.runner = PassRunner(module, lockstep, copies, PassState(num_passes))
-        self._probe = Probe(self.runner, block_store, graphs=graphs, before_pass_long=before_pass_long)
+        self._probe = Probe(self.runner, store, graphs=graphs, before_pass_long=before_pass_long)
         self.recover, self.close = copies.recover, copies.close
         self.profile = ForwardProfile()
 

@@ -18,7 +18,7 @@ import torch
 from deepspeed.utils import logger
 
 from ds_zo.backends.common.stray_weights import StrayWeightDetector, used_outside
-from ds_zo.backends.zo.block_store import ZOBlockStore
+from ds_zo.backends.zo.store import ZOStore
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 from ds_zo.backends.zo.pass_inputs import PassInputs
 from ds_zo.backends.zo.pass_runner import Calls, PassRunner
@@ -48,7 +48,7 @@ class Probe:
     def __init__(
         self,
         runner: PassRunner,
-        block_store: ZOBlockStore,
+        store: ZOStore,
         *,
         graphs: BlockGraphs | None,
         before_pass_long: Callable[[Sequence[Unit]], None],
@@ -58,7 +58,7 @@ class Probe:
         self._runner = runner
         self._module, self._lockstep = runner.module, runner.lockstep
         self._working_copies, self._pass_state = runner.working_copies, runner.pass_state
-        self._block_store = block_store
+        self._store = store
         self._graphs = graphs
         self._before_pass_long = before_pass_long
 
@@ -113,7 +113,7 @@ class Probe:
         """Runs the passes. Returns their losses, the units whose weights were used outside of their modules, and those
         whose copies overlap. There are no losses if such a use has led to an error. Raises if blocks stream and a
         weight of one was used outside of it."""
-        units = self._block_store.placement.units
+        units = self._store.blocks.placement.units
         detector = StrayWeightDetector.of_units(units)
         losses: Losses = []
         cause, restart = None, self._lockstep.before_rerun
@@ -141,23 +141,23 @@ class Probe:
     def _check_repeats(self, calls: Calls, losses: Losses, rewind: Callable[[], None]) -> None:
         """Repeats the passes that had these losses one after the other, from the same state. See
         [Note: two runs of a pass]."""
-        if self._block_store.must_choose_interval:
+        if self._store.must_choose_interval:
 
             def again() -> None:
                 rewind()
                 self._runner.run(calls)
 
             with torch.compiler.set_stance("default"):
-                self._block_store.time_forwards(again)
+                self._store.time_forwards(again)
         rewind()
         first = _losses(self._runner.one_by_one(calls, last_first=True))
         if agree(losses, first):
             return
         rewind()
         second = _losses(self._runner.one_by_one(calls))
-        if self._runner.interleave and self._block_store.placement.blocks and agree(first, second):
+        if self._runner.interleave and self._store.blocks.placement.blocks and agree(first, second):
             self._runner.interleave = False
-            self._block_store.forget_times()
+            self._store.forget_times()
             logger.warning(
                 "ds_zo: passes in lockstep give other losses than passes one after the other, so the model keeps state "
                 "between blocks that is neither a buffer nor an attribute of its modules; from now on it runs one pass "
@@ -169,7 +169,7 @@ class Probe:
 
     def _dtypes(self) -> set[torch.dtype]:
         """The floating-point formats that the model computes in, as far as is known outside its forward."""
-        kind = self._block_store.device.type
+        kind = self._store.blocks.device.type
         autocast = {torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set()
         return autocast | {p.dtype for p in self._module.parameters()}
 

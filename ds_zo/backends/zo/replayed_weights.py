@@ -10,8 +10,8 @@ from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.backends.common.unit_weights import UnitStorage
-from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.materialise import Materialiser
+from ds_zo.backends.zo.store import ZOStore
 from ds_zo.streaming.loading import forget_source, has_source, put_back
 from ds_zo.streaming.shared_store import SharedStore
 from ds_zo.streaming.units import PlacedParameter, Unit
@@ -20,29 +20,29 @@ from ds_zo.streaming.units import PlacedParameter, Unit
 class ReplayedWeights(UnitStorage):
     """Replays the pending updates of the weights that are read."""
 
-    def __init__(self, module: nn.Module, block_store: ZOBlockStore, *, on_write: Callable[[], None]) -> None:
+    def __init__(self, module: nn.Module, store: ZOStore, *, on_write: Callable[[], None]) -> None:
         """`on_write` is called after a weight is replaced."""
-        self._module, self._block_store, self._on_write = module, block_store, on_write
-        self.units, self.device = block_store.placement.units, block_store.device
+        self._module, self._store, self._on_write = module, store, on_write
+        self.units, self.device = store.blocks.placement.units, store.blocks.device
 
     @property
     def _materialiser(self) -> Materialiser:
-        return self._block_store.materialiser  # another one after the slots were made anew
+        return self._store.materialiser  # another one after the slots were made anew
 
     def settle(self) -> None:
         """Does nothing: each access folds or replays what is pending."""
 
     def wait(self) -> None:
-        self._block_store.wait()
+        self._store.blocks.wait()
 
     def rewritten(self) -> None:
-        self._block_store.rewritten()
+        self._store.blocks.rewritten()
 
     def prepare_load(self, unit: Unit) -> None:
         self._materialiser.fold_now(unit)
 
     def is_shared(self, unit: Unit) -> bool:
-        return self._block_store.store.num_sharers > 1 and unit.streamed
+        return self._store.blocks.store.num_sharers > 1 and unit.streamed
 
     def step_of(self, unit: Unit) -> int:
         return self._materialiser.log.length
@@ -88,9 +88,9 @@ class ReplayedWeights(UnitStorage):
     def write(self, unit: Unit, placed: PlacedParameter, value: torch.Tensor) -> None:
         """Where ranks share a host store, all of them must call it."""
         self._materialiser.fold_now(unit)
-        with self._block_store.rewriting(unit) as writes:
+        with self._store.blocks.rewriting(unit) as writes:
             unit.store_one(placed, value, writes=writes(unit))
-        self._block_store.base.discard(placed.name)
+        self._store.base.discard(placed.name)
         self._materialiser.runtime.invalidate_slots()
         self._on_write()
 
@@ -106,14 +106,14 @@ class ReplayedWeights(UnitStorage):
     def give_back(self, read: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """A unit whose stored form differs from its parameters' dtype gets new memory. Frozen parameters that were
         stored in fewer bits are left unread if their source provides the same values again."""
-        store, are_current = self._block_store, True
+        store, are_current = self._store.blocks, True
         for unit in store.placement.units:
             if not unit.viewable:
                 self._return_narrow_unit(unit, read)
             elif isinstance(store.store, SharedStore) and unit.streamed:
                 are_current &= self._return_shared_unit(unit, store.store, read)
             else:
-                store.materialiser.fold_now(unit)
+                self._materialiser.fold_now(unit)
                 store.runtime.host_wait(unit)
         if not are_current:
             logger.warning(
@@ -124,7 +124,7 @@ class ReplayedWeights(UnitStorage):
     def _return_narrow_unit(self, unit: Unit, read: Callable[[nn.Parameter], torch.Tensor]) -> None:
         """Leaves a unit in the module whose stored form differs from its parameters' dtype."""
         for placed in unit.placed:
-            if placed.name not in self._block_store.base:
+            if placed.name not in self._store.base:
                 forget_source(self._module, placed.parameter)
         unread = {
             id(placed.parameter)
@@ -144,7 +144,7 @@ class ReplayedWeights(UnitStorage):
         pending = self._materialiser.pending(unit)
         if pending and not store.has_room_for(unit.nbytes * store.partition.size):
             return False
-        self._block_store.runtime.host_wait(unit)
+        self._store.blocks.runtime.host_wait(unit)
         values = [read(placed.parameter) for placed in unit.placed] if pending else None
         unit.assign_buffers(store.private(unit.store_buffer), None, streamed=False, low_streamed=False)
         unit.bind_stored()
@@ -153,4 +153,4 @@ class ReplayedWeights(UnitStorage):
         return True
 
     def close(self, *, keep_weights: bool) -> None:
-        self._block_store.close()
+        self._store.blocks.close(keep_weights=False)

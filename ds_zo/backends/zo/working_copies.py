@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ds_zo.backends.common.plain_copies import Hook, StandIn
-from ds_zo.backends.zo.block_store import ZOBlockStore
 from ds_zo.backends.zo.guarded_weights import WeightGuard, unseen
 from ds_zo.backends.zo.lockstep import Lockstep
 from ds_zo.backends.zo.loss_terms import marked_results
 from ds_zo.backends.zo.materialise import Materialiser
 from ds_zo.backends.zo.outputs import floats_of, with_floats
 from ds_zo.backends.zo.scratch_overlap import ScratchOverlap, has_room, overlapping_block, overlapping_outer
+from ds_zo.backends.zo.store import ZOStore
 from ds_zo.logs import show
 from ds_zo.streaming.units import Unit
 
@@ -39,15 +39,13 @@ class WorkingCopies:
     when it resumes.
     """
 
-    def __init__(
-        self, module: nn.Module, block_store: ZOBlockStore, lockstep: Lockstep, *, num_passes: int, device: torch.device
-    ):
+    def __init__(self, module: nn.Module, store: ZOStore, lockstep: Lockstep, *, num_passes: int, device: torch.device):
         self._module = module
-        self._block_store = block_store
+        self._store = store
         self._lockstep = lockstep
         self._num_passes = num_passes
         self._device = device
-        self._placement = block_store.placement
+        self._placement = store.blocks.placement
         self._training = False
         self._overlap = ScratchOverlap()
         self._guard = WeightGuard(self._placement.units)
@@ -96,7 +94,7 @@ class WorkingCopies:
 
     @property
     def _materialiser(self) -> Materialiser:
-        return self._block_store.materialiser  # another one after the slots were made anew
+        return self._store.materialiser  # another one after the slots were made anew
 
     @property
     def streams(self) -> bool:

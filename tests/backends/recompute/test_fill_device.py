@@ -30,7 +30,7 @@ def _trained(kind: str, *, fills: bool) -> tuple[dict[str, torch.Tensor], int, l
     stored = {"wire_dtype": "bf16", "master": "split", "writeback_interval": 16} if kind == "ZO" else {}
     engine: Any = start(streamed(kind, stream={"resident_blocks": 0, **stored}, lr=1e-3), lively("llama"))
     backend = engine.backend
-    store = backend.block_store if kind == "ZO" else backend.blocks.store
+    store = backend.store.blocks if kind == "ZO" else backend.blocks.store
     store.may_fill_device = fills
     with log_lines(logging.INFO) as lines:
         train(engine, batches("llama", 4))

@@ -78,20 +78,18 @@ def test_a_timed_forward_replays_and_leaves_no_trace(
 
     def run(times: bool) -> dict[str, torch.Tensor]:
         engine = engine_for(case.make(), zo_json(interval=8, **stream))
-        block_store = engine.backend.block_store
+        store = engine.backend.store
         seen: list[dict[str, Any]] = []
         launch = ops.replay_perturb
-        block_store.must_choose_interval = times
+        store.must_choose_interval = times
         with monkeypatch.context() as patch:
             patch.setattr(ops, "replay_perturb", lambda *args, **more: (seen.append(more), launch(*args, **more)))
             engine(**case.batch(0))
         engine.backend.rank_state()
-        assert not block_store.must_choose_interval, (
-            "a checkpoint names the interval, on ranks that do not write it too"
-        )
+        assert not store.must_choose_interval, "a checkpoint names the interval, on ranks that do not write it too"
         assert ({more["pending"].num_entries for more in seen} - {0} == set(TIMED_NUM_UPDATES)) == times
         if times:
-            assert all(seconds > 0 for seconds in compute_and_draw_s(block_store._timed_forwards)[:1])
+            assert all(seconds > 0 for seconds in compute_and_draw_s(store._timed_forwards)[:1])
         for step in range(3):
             one_step(engine, case.batch(step))
         return weights(engine.module)
@@ -101,9 +99,9 @@ def test_a_timed_forward_replays_and_leaves_no_trace(
 
 @pytest.mark.usefixtures("single_process")
 def test_the_log_of_updates_is_as_it_was_while_forwards_are_timed() -> None:
-    block_store = engine_for(CASES["opt"].make(), zo_json(interval=8)).backend.block_store
+    store = engine_for(CASES["opt"].make(), zo_json(interval=8)).backend.store
     seen: list[torch.Tensor] = []
-    block_store.time_forwards(lambda: seen.append(block_store.log.rows.clone()))
+    store.time_forwards(lambda: seen.append(store.log.rows.clone()))
     assert len(seen) == len(TIMED_NUM_UPDATES) and not any(rows.any() for rows in seen)
 
 
@@ -141,7 +139,7 @@ def test_of_all_forwards_of_the_first_step_one_leaves_traces() -> None:
         torch.manual_seed(0)
         random.seed(0)
         engine = engine_for(CountingStack().train(), zo_json(interval=8))
-        engine.backend.block_store.must_choose_interval = times
+        engine.backend.store.must_choose_interval = times
         engine(torch.randn(4, 8))
         return weights(engine.module), torch.get_rng_state(), random.getstate()
 

@@ -113,7 +113,7 @@ def test_every_way_to_evaluate_sees_the_current_step(place: str, dtype: dict[str
     pending = set()
 
     def evaluate(step: int) -> None:
-        folded = [u.version for u in engine.backend.block_store.placement.units]
+        folded = [u.version for u in engine.backend.store.blocks.placement.units]
         pending.update(step + 1 - version for version in folded)
         with torch.no_grad():
             reference = logits_of(current(engine))
@@ -123,7 +123,7 @@ def test_every_way_to_evaluate_sees_the_current_step(place: str, dtype: dict[str
             assert torch.equal(found, reference), read.__name__
             assert torch.is_grad_enabled()
         assert same_snapshot(snapshot(), generators)
-        assert folded == [u.version for u in engine.backend.block_store.placement.units], "reading folded something"
+        assert folded == [u.version for u in engine.backend.store.blocks.placement.units], "reading folded something"
 
     evaluate(-1)
     assert train(engine, batches, after=evaluate) == expected

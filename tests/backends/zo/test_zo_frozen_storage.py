@@ -77,7 +77,7 @@ def counted_decodings(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 def test_directions_share_one_upload_and_nothing_is_written_back(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded = counted_decodings(monkeypatch)
     engine = engine_for(lora(), zo_json(**BF16, frozen_dtype="nf4", params={"num_directions": 3}))
-    blocks, runtime = engine.backend.block_store.placement.blocks, engine.backend.block_store.runtime
+    blocks, runtime = engine.backend.store.blocks.placement.blocks, engine.backend.store.blocks.runtime
     before = [unit.store_buffer.clone() for unit in blocks]
     train(engine, BATCHES[:1])  # the first forward also runs one pass after the other
     up = runtime.transport.bytes_up

@@ -105,7 +105,7 @@ def test_measuring_for_an_interval_changes_no_weight(stream: dict[str, Any]) -> 
     chosen: list[str | None] = []
 
     def note(engine: Any, step: int) -> None:
-        chosen.append(engine.backend.block_store.step_time)
+        chosen.append(engine.backend.store.step_time)
 
     found = run({"writeback_interval": None, **stream}, steps=batches(NUM_STEPS), after_step=note)
     assert chosen[0] is not None
@@ -225,7 +225,7 @@ def test_peak_memory_is_a_few_blocks() -> None:
             one_step(engine, batch)
         parameters_of(engine)
         taken = torch.cuda.max_memory_allocated() - before
-        planned = engine.backend.block_store.placement
+        planned = engine.backend.store.blocks.placement
         largest = max(unit.nbytes for unit in planned.blocks)
     outer_nbytes = sum(unit.nbytes for unit in (*planned.leaf_units, *planned.pass_long))
     assert taken < 3 * largest + 2 * outer_nbytes + 32 * 2**20

@@ -50,7 +50,7 @@ def test_blocks_are_recorded_again_after_every_recording_was_dropped() -> None:
         for step in range(8):
             if step in (3, 6):
                 assert any(recordings.values())
-                engine.backend.block_store.set_interval(engine.backend.block_store.interval)
+                engine.backend.store.set_interval(engine.backend.store.interval)
             one_step(engine, case.batch(step % 3))
         assert any(recordings.values())
         assert_equal(masters_of(engine), expected)

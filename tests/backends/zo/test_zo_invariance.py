@@ -77,7 +77,7 @@ def test_features_that_benchmarks_switch_off_change_nothing(
 @pytest.mark.parametrize("interval", [1, 5])
 def test_every_block_folds_once_in_an_interval(interval: int) -> None:
     with zo_engine(Toy(), zo_config(stream={"writeback_interval": interval})) as engine:
-        blocks = engine.backend.block_store.placement.blocks
+        blocks = engine.backend.store.blocks.placement.blocks
         folds: dict[str, list[int]] = {unit.name: [] for unit in blocks}
         for batch in toy_batches(1) * (3 * interval + 1):
             one_step(engine, batch)

@@ -87,8 +87,8 @@ def run_case(
     knobs = {k: options[k] for k in ("num_directions", "distribution", "weight_decay", "seed") if k in options}
     reference = PlainMeZO(model, lr=lr, **knobs)
     with zo_engine(model, zo_config(lr=lr, offload=offload, **options)) as engine:
-        assert len(engine.backend.block_store.placement.blocks) == case.num_blocks
-        assert all(unit.streamed == offload for unit in engine.backend.block_store.placement.blocks)
+        assert len(engine.backend.store.blocks.placement.blocks) == case.num_blocks
+        assert all(unit.streamed == offload for unit in engine.backend.store.blocks.placement.blocks)
         batches = map(case.batch, range(num_steps))
         assert_follows(engine, reference, batches, measured, compare_every=compare_every)
         assert engine.backend._passes.runner.interleave, "the passes were not run in lockstep"

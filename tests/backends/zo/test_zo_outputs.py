@@ -497,9 +497,9 @@ def test_lora_trains_adapters_and_never_writes_the_frozen_base_back(json: dict[s
     reference = PlainMeZO(model)
     before = weights(model)
     engine = engine_for(model, json)
-    block_store = engine.backend.block_store
-    assert all(unit.streamed for unit in block_store.placement.blocks)
-    adapters = [unit for unit in block_store.placement.units if unit.trainable]
+    store = engine.backend.store
+    assert all(unit.streamed for unit in store.blocks.placement.blocks)
+    adapters = [unit for unit in store.blocks.placement.units if unit.trainable]
     assert adapters
     assert not any(unit.streamed for unit in adapters)
     for seed in range(6):
@@ -508,8 +508,8 @@ def test_lora_trains_adapters_and_never_writes_the_frozen_base_back(json: dict[s
         one_step(engine, batch)
         if "bf16" not in json:
             close(passes.last, expected)
-    assert block_store.runtime.transport.bytes_up > 0
-    assert block_store.runtime.transport.bytes_down == 0
+    assert store.blocks.runtime.transport.bytes_up > 0
+    assert store.blocks.runtime.transport.bytes_down == 0
     after = weights(engine.module)
     for name, value in before.items():
         assert torch.equal(after[name], value.to(after[name].dtype)) == ("lora_" not in name), name

@@ -58,7 +58,7 @@ def recorded_run(
     config = zo_config(lr=lr, zo_eps=ZO_EPS, clip_projected_grad=clip, **options)
     with zo_engine(model, config) as engine:
         start = masters_of(engine)
-        blocks = {placed.name for unit in engine.backend.block_store.placement.blocks for placed in unit.placed}
+        blocks = {placed.name for unit in engine.backend.store.blocks.placement.blocks for placed in unit.placed}
         gradients = []
         for batch in batches:
             one_step(engine, batch)
@@ -196,8 +196,8 @@ def test_the_printed_bound_of_wire_storage_holds(measured: Measured) -> None:
     log."""
     num_steps, stream = 30, {"master": "wire", "writeback_interval": 1}
     with zo_engine(seeded(CASES["llama"].make), zo_config(dtype="bf16", stream=stream)) as engine:
-        bound = engine.backend.block_store.rounding_bound(num_steps)
-        assert f"{engine.backend.block_store.rounding_bound(1000):.2g} in 1,000 steps" in engine.backend.describe()
+        bound = engine.backend.store.rounding_bound(num_steps)
+        assert f"{engine.backend.store.rounding_bound(1000):.2g} in 1,000 steps" in engine.backend.describe()
     batches = [CASES["llama"].batch(seed) for seed in range(num_steps)]
     run = recorded_run(seeded(CASES["llama"].make), batches, measured, lr=1e-5, dtype="bf16", stream=stream)
     matrices = [name for name in run.blocks if run.start[name].dim() == 2]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ds_zo.backends.zo import block_store
+from ds_zo.backends.zo import store
 from ds_zo.streaming.slot import Slot
 from tests.helpers.equivalence_runs import one_step, zo_config, zo_engine
 from tests.helpers.weights import parameters_of
@@ -24,12 +24,12 @@ def moved(num_steps: int, *, warm_up: int = 2, **options: Any) -> tuple[float, f
     with zo_engine(case.make(), zo_config(**options)) as engine:
         for seed in range(warm_up):
             one_step(engine, case.batch(seed))
-        runtime = engine.backend.block_store.runtime
+        runtime = engine.backend.store.blocks.runtime
         up, down = runtime.transport.bytes_up, runtime.transport.bytes_down
         for seed in range(num_steps):
             one_step(engine, case.batch(seed))
         up, down = runtime.transport.bytes_up - up, runtime.transport.bytes_down - down
-        whole = sum(unit.nbytes for unit in engine.backend.block_store.placement.blocks if unit.streamed)
+        whole = sum(unit.nbytes for unit in engine.backend.store.blocks.placement.blocks if unit.streamed)
         assert whole > 0 and parameters_of(engine)
         return up / num_steps, down / num_steps, whole
 
@@ -68,13 +68,13 @@ def test_an_evaluation_uploads_weights_and_low_planes_once(
     """Low planes of resident blocks too: each unit has pending updates. At interval 8 there is one low slot. Where
     there is memory for copies, later forwards upload nothing."""
     is_full = interval == 8
-    monkeypatch.setattr(block_store, "free_nbytes", lambda *_, **__: 0 if is_full else 1 << 40)
+    monkeypatch.setattr(store, "free_nbytes", lambda *_, **__: 0 if is_full else 1 << 40)
     case = CASES["wandering"]
     stream = {"writeback_interval": interval, "resident_blocks": num_resident}
     with zo_engine(case.make(), zo_config(dtype="bf16", stream=stream)) as engine:
         for seed in range(3):
             one_step(engine, case.batch(seed))
-        runtime = engine.backend.block_store.runtime
+        runtime = engine.backend.store.blocks.runtime
         found = []
         forward = partial(engine.module, **case.batch(0))
         for evaluate in (forward, forward, engine.module.state_dict):
@@ -92,18 +92,18 @@ def test_a_new_interval_leaves_no_buffers_of_the_old_one() -> None:
     """The buffers must not wait for garbage collection either: a low plane of OPT-175B's blocks is 3.6 GB."""
     case = CASES["wandering"]
 
-    def held(block_store: Any) -> int:
+    def held(store: Any) -> int:
         buffers = [thing.buffer for thing in gc.get_objects() if isinstance(thing, Slot)]
-        return sum(buffer.numel() for buffer in buffers if buffer.device == block_store.device)
+        return sum(buffer.numel() for buffer in buffers if buffer.device == store.blocks.device)
 
     with zo_engine(case.make(), zo_config(dtype="bf16", stream={"writeback_interval": 4})) as engine:
         one_step(engine, case.batch(0))
-        block_store = engine.backend.block_store
+        store = engine.backend.store
         gc.collect()
-        before = held(block_store)
+        before = held(store)
         gc.disable()
         try:
-            block_store.set_interval(block_store.interval)
-            assert 0 < held(block_store) == before
+            store.set_interval(store.interval)
+            assert 0 < held(store) == before
         finally:
             gc.enable()

@@ -23,7 +23,7 @@ import transformers as hf
 from torch import nn
 
 from ds_zo import ops
-from ds_zo.backends.zo.block_store import ZOBlockStore
+from ds_zo.backends.zo.store import ZOStore
 from tests.helpers.mezo_reference import PlainMeZO, loss_on
 from tests.helpers.thread_state import PassingMode, thread_state
 from tests.helpers.tiny_models import tiny_batch, tiny_model
@@ -263,11 +263,11 @@ def test_a_large_module_lies_where_second_copies_do(
             one_step(engine, batch)
             one_step(other, batch)
         assert_equal(weights(engine.module), weights(other.module))
-    block_store = engine.backend.block_store
+    store = engine.backend.store
     wide, block = (
-        unit.scratch_nbytes for unit in (block_store.placement.leaf_units[-1], block_store.placement.blocks[0])
+        unit.scratch_nbytes for unit in (store.blocks.placement.leaf_units[-1], store.blocks.placement.blocks[0])
     )
-    assert block_store.materialiser.scratch.numel() == max(wide, 2 * block) == wide
+    assert store.materialiser.scratch.numel() == max(wide, 2 * block) == wide
     assert engine.backend._passes.runner.interleave
 
 
@@ -339,7 +339,7 @@ def test_an_engine_that_could_not_be_made_is_made_again_of_what_is_there(
         raise torch.OutOfMemoryError("no room for slots")
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
-        patch.setattr(ZOBlockStore, "make_buffers", no_memory)
+        patch.setattr(ZOStore, "make", no_memory)
         engine_for(model, json)
     if wire_dtype == "fp8":
         with pytest.raises(RuntimeError, match="Load the model again"):
@@ -356,7 +356,7 @@ def test_a_fold_that_breaks_off_is_as_if_it_had_not_been(monkeypatch: pytest.Mon
     losses = train(engine, toy_batches(5)[:3])
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         break_off(patch, KeyboardInterrupt())
-        engine.backend.block_store.materialiser.fold_now(*engine.backend.block_store.placement.blocks)
+        engine.backend.store.materialiser.fold_now(*engine.backend.store.blocks.placement.blocks)
     losses += train(engine, toy_batches(5)[3:])
     assert losses == expected
     assert_equal(weights(engine.module), weights(undisturbed.module))

@@ -4,8 +4,7 @@ memory is left."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,20 +30,20 @@ from ds_zo.backends.zo.step_time import (
 )
 from ds_zo.config import ConfigError, Resolved, ZOParams
 from ds_zo.logs import show
-from ds_zo.streaming.block_store import BlockStore
+from ds_zo.streaming.block_store import BlockStore, OwnBuffers
 from ds_zo.streaming.budget import fits, free_nbytes, peak_nbytes, reset_peak_memory, usable_nbytes
 from ds_zo.streaming.claims import Claims
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.placement import WIRE, Placement, adapter_ids
-from ds_zo.streaming.units import Unit
 
 _STREAMED_INTERVAL = {"wire": 8, "split": 16}
 """`writeback_interval`, by master, where the user left it out and blocks stream. It holds until measurements choose
 another, and for the whole run where nothing can be measured. A fold of split storage also uploads the low plane."""
 
 
-class ZOBlockStore(BlockStore):
-    """Stores the weights of a ZO model, chooses the interval of folds, and makes the materialiser."""
+class ZOStore(OwnBuffers):
+    """The blocks of a ZO model and what replays their updates: log, interval of folds, claims of checkpoints, and the
+    materialiser with its working copies."""
 
     def __init__(
         self,
@@ -56,6 +55,7 @@ class ZOBlockStore(BlockStore):
         ranks: Ranks,
     ):
         settings, stream = config.optimizer, config.section.stream
+        self._stream = stream
         assert isinstance(settings, ZOParams)
         self._num_passes = 2 * ranks.num_own_directions
         self._first_direction = ranks.first_direction
@@ -89,7 +89,7 @@ class ZOBlockStore(BlockStore):
             if part.frozen and p.parameter.is_meta and placement.decodes_frozen
         }
         """Names of frozen parameters that hold what the model's files hold. Checkpoints leave them out."""
-        super().__init__(
+        self.blocks = BlockStore(
             module,
             config,
             placement=placement,
@@ -98,78 +98,74 @@ class ZOBlockStore(BlockStore):
             device=device,
             process_group=ranks.process_group,
             remedy="raise it, keep fewer blocks resident, or take a narrower wire_dtype or master: wire",
+            own=self,
         )
         self.must_choose_interval = (
             config.stream
             and device.type == "cuda"
             and num_resident < num_blocks
             and stream.writeback_interval is None
-            and self.store.num_sharers == 1
+            and self.blocks.store.num_sharers == 1
         )
         """Whether the interval is still to be chosen from measurements (`choose_interval`)."""
-        is_own = self.store.num_sharers == 1
-        spare_store = self.store if is_own else HostStore(device, pin=False)
-        self.claims = Claims(spare_store, streams=self.streams, swaps=is_own)
+        is_own = self.blocks.store.num_sharers == 1
+        spare_store = self.blocks.store if is_own else HostStore(device, pin=False)
+        self.claims = Claims(spare_store, streams=self.blocks.streams, swaps=is_own)
+        self.before_overwrite = self.claims.before_overwrite
         self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)
-        self.make_buffers()
-        if self.may_fill_device or self.must_choose_interval:
+        self.blocks.make_buffers()
+        if self.blocks.may_fill_device or self.must_choose_interval:
             reset_peak_memory(device)
 
     def _buffers(self, *, interval: int | None = None, in_pairs: bool | None = None) -> ZOBuffers:
         """The sizes of slots and working copies. `interval`, `in_pairs`: None: the present ones."""
         return ZOBuffers(
             stream=self._stream,
-            placement=self.placement,
+            placement=self.blocks.placement,
             num_passes=self._num_passes,
             interval=self.interval if interval is None else interval,
-            in_pairs=self.placement.narrow or (self._is_compute_bound if in_pairs is None else in_pairs),
-            shared=self.store.num_sharers > 1,
+            in_pairs=self.blocks.placement.narrow or (self._is_compute_bound if in_pairs is None else in_pairs),
+            shared=self.blocks.store.num_sharers > 1,
         )
 
     def _device_nbytes(self, interval: int, *, in_pairs: bool = False) -> int:
         """The peak of device memory in a step with this interval, and with both copies at once if `in_pairs`."""
         buffers = self._buffers(interval=interval, in_pairs=in_pairs)
-        return buffers.device_bytes(self.num_resident).total + self._activations_nbytes
+        return buffers.device_bytes(self.blocks.num_resident).total + self._activations_nbytes
 
-    def make_buffers(self) -> None:
-        """Makes the runtime and the materialiser, with slots and scratch for the present placement and interval."""
-        if self.device.type == "cuda":
-            # Else small buffers could be carved from the memory of a large freed one, which would not fit again.
-            torch.cuda.empty_cache()
-        buffers = self._buffers()
-        self._make_runtime(num_low_slots=buffers.num_low_slots, before_overwrite=self.claims.before_overwrite)
+    @property
+    def num_low_slots(self) -> int:
+        return self._buffers().num_low_slots
+
+    def make(self) -> None:
+        """Makes the materialiser, with scratch for the present placement and interval."""
         self.materialiser = Materialiser(
-            self.placement,
-            self.runtime,
+            self.blocks.placement,
+            self.blocks.runtime,
             self.log,
             perturbation=self.perturbation,
             interval=self.interval,
             num_passes=self._num_passes,
-            pairs=buffers.pairs(self.num_resident),
-            device=self.device,
-            copies=CleanCopies(self.device, free_nbytes=self._free_nbytes),
+            pairs=self._buffers().pairs(self.blocks.num_resident),
+            device=self.blocks.device,
+            copies=CleanCopies(self.blocks.device, free_nbytes=self._free_nbytes),
             first_direction=self._first_direction,
         )
 
-    def _free_nbytes(self) -> int:
-        """Device memory beside the steps' peak. It is not known before the first step has shown that peak."""
-        if self.may_fill_device or self.must_choose_interval:
-            return 0
-        claimed = self._needed(self.num_resident).total
-        return free_nbytes(self.device, budget_gb=self._stream.device_memory_gb, claimed_nbytes=claimed)
-
-    def free_buffers(self) -> None:
-        self.runtime.invalidate_slots()
+    def free(self) -> None:
         self.materialiser.close()
-        self.runtime.free_buffers()  # also a new runtime whose materialiser could not be made
 
-    @contextmanager
-    def rewriting(self, *units: Unit) -> Iterator[Callable[[Unit], bool]]:
-        """As in `BlockStore`. Checkpoints that are being written have read the units' bytes on entry."""
+    def settle(self) -> None:
+        """Checkpoints that are being written have read the stored bytes afterwards."""
         self.claims.wait()
         self.materialiser.copies.drop()
-        with super().rewriting(*units) as writes:
-            yield writes
+
+    def _free_nbytes(self) -> int:
+        """Device memory beside the steps' peak. It is not known before the first step has shown that peak."""
+        if self.blocks.may_fill_device or self.must_choose_interval:
+            return 0
+        claimed = self._buffers().device_bytes(self.blocks.num_resident).total
+        return free_nbytes(self.blocks.device, budget_gb=self._stream.device_memory_gb, claimed_nbytes=claimed)
 
     def time_forwards(self, forward: Callable[[], object]) -> None:
         """Times forwards as training will make them, before the first update. Their blocks replay updates that change
@@ -179,13 +175,13 @@ class ZOBlockStore(BlockStore):
         log = self.log.of_no_changes()
         try:
             for num_updates in TIMED_NUM_UPDATES:
-                self.materialiser.timed_forward = timed_forward = TimedForward(num_updates, self.device, log=log)
+                self.materialiser.timed_forward = timed_forward = TimedForward(num_updates, self.blocks.device, log=log)
                 with timed_forward.running():
                     forward()
                 self._timed_forwards.append(timed_forward)
         finally:
             self.materialiser.timed_forward = None
-            self.runtime.invalidate_slots()
+            self.blocks.runtime.invalidate_slots()
 
     def forget_times(self) -> None:
         """Forgets the timed forwards: training will run other ones."""
@@ -196,27 +192,27 @@ class ZOBlockStore(BlockStore):
         """Chooses the interval after the first step, when it is known which blocks stay on the device and none has
         folded yet. `num_uploads`: how often a step uploads each block. `agree` returns the first rank's value on every
         rank."""
-        blocks = self.placement.blocks
+        blocks = self.blocks.placement.blocks
         streamed = [u for u in blocks if u.streamed]
         if not self._timed_forwards or not streamed:
             self.set_interval(agree(self.interval if streamed else 1))
             return
         compute_s, draw_s = compute_and_draw_s(self._timed_forwards)
         self._timed_forwards = []
-        link = measure_link(self.runtime, streamed[0], streamed[-1])
+        link = measure_link(self.blocks.runtime, streamed[0], streamed[-1])
         # If a step waits for the host, say, timed forwards do not show the cost of a replay: it is measured alone too.
-        replay = partial(self.materialiser.time_replay, streamed[0], self.runtime.slots[0])
+        replay = partial(self.materialiser.time_replay, streamed[0], self.blocks.runtime.slots[0])
         blocks_numel = sum(unit.numel for unit in blocks)
-        draw_s = max(draw_s, blocks_numel / max(streamed[0].numel, 1) * measure_draw(replay, self.device))
-        outer_numel = self.placement.numel - blocks_numel
-        compute_s += draw_s * outer_numel / max(self.placement.numel - outer_numel, 1)  # outer units fold each step
+        draw_s = max(draw_s, blocks_numel / max(streamed[0].numel, 1) * measure_draw(replay, self.blocks.device))
+        outer_numel = self.blocks.placement.numel - blocks_numel
+        compute_s += draw_s * outer_numel / max(blocks_numel, 1)  # outer units fold each step
         model = StepTimeModel(*link, compute_s, draw_s)
         sizes = {
             "streamed_nbytes": sum(u.nbytes for u in streamed),
             "low_nbytes": sum(u.low_nbytes for u in blocks if u.low_streamed),
             "num_uploads": num_uploads,
         }
-        budget_nbytes = usable_nbytes(self.device, budget_gb=self._stream.device_memory_gb)
+        budget_nbytes = usable_nbytes(self.blocks.device, budget_gb=self._stream.device_memory_gb)
         interval = agree(model.best_interval(device_nbytes=self._device_nbytes, budget_nbytes=budget_nbytes, **sizes))
         has_room = fits(self._device_nbytes(interval, in_pairs=True), budget_nbytes=budget_nbytes)
         self._is_compute_bound = has_room and model.busy_s(interval) > model.link_s(interval, **sizes)
@@ -231,36 +227,31 @@ class ZOBlockStore(BlockStore):
         """Sets the interval, and makes the slots and the scratch anew: their number and size depend on it."""
         self.must_choose_interval = False
         self.interval = interval
-        self.free_buffers()
-        self.make_buffers()
-        self._retry_check.restart()
+        self.blocks.remake_buffers()
 
     def fill_device(self) -> None:
         if self.must_choose_interval:
-            self._activations_nbytes = max(0, peak_nbytes(self.device) - self._device_nbytes(self.interval))
-        super().fill_device()
-
-    def wait(self) -> None:
-        self.claims.wait()
-        super().wait()
+            self._activations_nbytes = max(0, peak_nbytes(self.blocks.device) - self._device_nbytes(self.interval))
+        self.blocks.fill_device()
 
     def describe(self) -> str:
         """Lines for the log: placement, memory, storage formats and the bound on rounding."""
         gib = 2**30
-        blocks, units = self.placement.blocks, self.placement.units
+        store = self.blocks
+        blocks, units = store.placement.blocks, store.placement.units
         lines = [
-            f"ds_zo: {self.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
-            f"modules outside them; {len(blocks) - self.num_resident} blocks stream, {self.num_resident} stay on the "
+            f"ds_zo: {store.placement.numel:,} parameters in {len(blocks)} blocks and {len(units) - len(blocks)} "
+            f"modules outside them; {len(blocks) - store.num_resident} blocks stream, {store.num_resident} stay on the "
             "device",
-            f"ds_zo: device: weights {self.resident_nbytes / gib:.2f} GiB, {len(self.runtime.slots)} slots "
-            f"{self.slots_nbytes / gib:.2f} GiB, scratch {self.materialiser.scratch.numel() / gib:.2f} GiB; host: "
-            f"{self.store.nbytes / gib:.2f} GiB, {self.store.pinned_nbytes / gib:.2f} GiB of it pinned",
+            f"ds_zo: device: weights {store.resident_nbytes / gib:.2f} GiB, {len(store.runtime.slots)} slots "
+            f"{store.slots_nbytes / gib:.2f} GiB, scratch {self.materialiser.scratch.numel() / gib:.2f} GiB; host: "
+            f"{store.store.nbytes / gib:.2f} GiB, {store.store.pinned_nbytes / gib:.2f} GiB of it pinned",
             f"ds_zo: blocks stored as {formats_of(blocks) or 'n/a'}, master {self._stream.master}, written back "
             f"every {self.interval} steps (at most {CAPACITY} behind)",
         ]
-        if self.store.num_sharers > 1:
+        if store.store.num_sharers > 1:
             lines.append(
-                f"ds_zo: the {self.store.num_sharers} ranks of this machine share one host store of the streamed "
+                f"ds_zo: the {store.store.num_sharers} ranks of this machine share one host store of the streamed "
                 "blocks: the host memory above is the part of one rank, which that rank uploads"
             )
         if bound := self.rounding_bound(1000):
@@ -273,20 +264,20 @@ class ZOBlockStore(BlockStore):
 
     def startup_summary(self) -> StartupSummary:
         """Placement, memory and write-back interval for the start-up table."""
-        blocks, formats = self.placement.blocks, formats_of(self.placement.blocks)
+        blocks, formats = self.blocks.placement.blocks, formats_of(self.blocks.placement.blocks)
         stored_as = f", blocks stored as {formats}" if formats else ""
         if any(u.low_nbytes for u in blocks):
             stored_as += " with separate low bits"
         elif any(part.loses_bits for unit in blocks for part in unit.parts):
             stored_as += " without low bits"
-        found = summary_of_blocks(self, stored_as=stored_as, scratch_nbytes=self.materialiser.scratch.numel())
+        found = summary_of_blocks(self.blocks, stored_as=stored_as, scratch_nbytes=self.materialiser.scratch.numel())
         return replace(found, added_by_steps="activations", write_back=self._interval_and_reason())
 
     def _interval_and_reason(self) -> str:
         every = "every step" if self.interval == 1 else f"every {self.interval} steps"
         if self._stream.writeback_interval is not None:
             return f"{every}, as ds_zo.stream.writeback_interval says"
-        if not any(unit.streamed for unit in self.placement.blocks):
+        if not any(unit.streamed for unit in self.blocks.placement.blocks):
             return f"{every}, because no block streams"
         if self.must_choose_interval:
             return f"{every} at first; measured times of the first step choose the interval"
@@ -295,17 +286,9 @@ class ZOBlockStore(BlockStore):
     def rounding_bound(self, num_steps: int) -> float:
         """Largest relative standard deviation that stochastic rounding adds to a block's weight in `num_steps`
         steps."""
-        lossy = [part.wire for unit in self.placement.blocks for part in unit.parts if part.loses_bits]
+        lossy = [part.wire for unit in self.blocks.placement.blocks for part in unit.parts if part.loses_bits]
         per_fold = max((ops.rounding_std(wire) for wire in lossy), default=0.0)
         return per_fold * math.sqrt(num_steps / self.interval)
-
-    def close(self, *, keep_weights: bool = False) -> None:
-        """Waits for copies that are in flight, and closes the host store."""
-        if self.store.pinned_nbytes:
-            for unit in self.placement.units:
-                self.runtime.host_wait(unit)
-            self.runtime.wait_for_copies()
-        self.store.close()
 
 
 def _check_dtypes(placement: Placement) -> None:
