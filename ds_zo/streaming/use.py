@@ -12,7 +12,7 @@ import torch
 
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.slot import Slot
-from ds_zo.streaming.units import Unit
+from ds_zo.streaming.units import PARTLY_FOLDED, Unit
 
 
 class Preparation:
@@ -32,11 +32,17 @@ class Preparation:
 class Use:
     """One use of a unit, from `open` to `close`. The unit's parameters show its weights on the device meanwhile."""
 
-    def __init__(self, unit: Unit, runtime: Runtime) -> None:
+    def __init__(self, unit: Unit, runtime: Runtime, *, slot: Slot | None = None) -> None:
+        """`slot`: one that holds the unit already."""
         self.unit = unit
         self._runtime = runtime
-        self._slot: Slot | None = None
+        self._slot = slot
         """The slot that holds the unit. None for a unit on the device, and once the slot is released."""
+
+    @property
+    def is_in_slot(self) -> bool:
+        """Whether the stored bytes on the device are a copy of those of the store."""
+        return self._slot is not None
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -58,20 +64,31 @@ class Use:
         else:
             self.unit.bind(self._slot.views(self.unit))
 
-    def before_writing(self) -> None:
-        """Called before a kernel changes the stored bytes on the device. The compute stream waits for copies of
-        them."""
+    def before_writing(self, version: int | None = None) -> None:
+        """Called before a kernel changes the stored bytes on the device. The compute stream waits for copies of them.
+        `version`: the number of updates that a slot includes afterwards, where it may be read without a commit."""
         if self._slot is not None:
             self._runtime.before_writing(self._slot)
+            if version is not None:
+                self._slot.updated(version)
 
-    def commit(self) -> None:
-        """The kernels that were issued for this use have made one more update of the stored bytes. The bytes are copied
-        back, whatever happens later in this use."""
+    def commit(self, version: int | None = None) -> None:
+        """The kernels that were issued for this use have changed the stored bytes, which include `version` updates now.
+        None: one more. The bytes are copied back, whatever happens later in this use."""
+        if version is None:
+            version = self.unit.version + 1
         if self._slot is None:
-            self.unit.folded(self.unit.version + 1)
+            self.unit.folded(version)
         else:
-            self._slot.updated(self.unit.version + 1)
+            self._slot.updated(version)
+        if self._slot is not None or self.unit.low_streamed:
             self._runtime.written(self.unit, self._slot)
+
+    def break_off(self) -> None:
+        """An error broke off kernels that change the stored bytes. Where these are the store's own, nothing tells which
+        of them include the update. A slot is uploaded again."""
+        if self._slot is None:
+            self.unit.folded(PARTLY_FOLDED)
 
     def release_slot(self) -> None:
         """No kernel that is issued later reads the stored bytes."""

@@ -18,8 +18,7 @@ from ds_zo.streaming.units import Unit
 
 
 class _Guarded:
-    """Comes before the class of the parameter itself."""
-
+    __slots__ = ()
     guard: ClassVar[WeightGuard]
 
     @classmethod
@@ -30,7 +29,7 @@ class _Guarded:
         with without_interception():
             if not is_harmless(func):
                 for parameter in parameters_in((*args, *kwargs.values())):
-                    if isinstance(parameter, _Guarded):
+                    if isinstance(parameter, cls):
                         cls.guard.check(parameter)
             return func(*args, **kwargs)
 
@@ -41,21 +40,20 @@ class WeightGuard:
     def __init__(self, units: Iterable[Unit]) -> None:
         units = list(units)
         self._placed = {id(p.parameter): (unit, part, p) for unit in units for part in unit.parts for p in part.placed}
-        classes = {plain_class(p.parameter) for unit in units for p in unit.placed}
-        guarded = {plain: type(f"Guarded{plain.__name__}", (_Guarded, plain), {"guard": self}) for plain in classes}
-        self._classes = {
-            id(unit): [(p.parameter, plain := plain_class(p.parameter), guarded[plain]) for p in unit.placed]
-            for unit in units
-        }
-        """Each parameter of a unit, with its class and its class while it is guarded, by the unit's id."""
+        self._parameters = {id(unit): [p.parameter for p in unit.placed] for unit in units}
+        plain = {plain_class(p) for own in self._parameters.values() for p in own}
+        self._guarded = {cls: type(f"Guarded{cls.__name__}", (_Guarded, cls), {"guard": self}) for cls in plain}
+        """The guarded class of each class of parameters."""
+        self._plain = {guarded: cls for cls, guarded in self._guarded.items()}
 
     def put(self, unit: Unit) -> None:
-        for p, _, guarded in self._classes[id(unit)]:
-            p.__class__ = guarded  # type: ignore[assignment]
+        """Guards the unit's parameters."""
+        for p in self._parameters[id(unit)]:
+            p.__class__ = self._guarded.get(type(p), type(p))  # type: ignore[assignment]
 
     def lift(self, unit: Unit) -> None:
-        for p, plain, _ in self._classes[id(unit)]:
-            p.__class__ = plain  # type: ignore[assignment]
+        for p in self._parameters[id(unit)]:
+            p.__class__ = self._plain.get(type(p), type(p))  # type: ignore[assignment]
 
     def check(self, parameter: nn.Parameter) -> None:
         """Raises, except for a frozen weight that is on the device in its own dtype: materialising changes nothing of

@@ -17,7 +17,7 @@ run the blocks before it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -34,6 +34,7 @@ from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.runtime import Runtime
 from ds_zo.streaming.slot import Slot
 from ds_zo.streaming.units import PARTLY_FOLDED, Unit
+from ds_zo.streaming.use import Use
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Perturbation:
 class Materialiser:
     """Makes working copies from stored weights, and stores weights whose fold is due.
 
-    Each unit is materialised (`materialise_...`), read by the forward, and released (`release_...`).
+    Each unit is materialised (`materialise_...`), shown (`show`), read by the forward, and given back (`hide`).
     """
 
     def __init__(
@@ -95,10 +96,8 @@ class Materialiser:
         self._replay_slot = Slot(replay_slot_nbytes, runtime.streams)
         """Holds the replayed weights of a resident block between its passes when no fold is due. The block's store
         buffer must keep the weights of its last fold."""
-        self._active: Unit | None = None
-        """The block, or the unit read without noise, that is materialised now."""
-        self._slot: Slot | None = None
-        """Its slot. None for a resident unit, and once the slot may be filled again."""
+        self._use: Use | None = None
+        """The use of the block, or of the unit read without noise, that is materialised now."""
         self._folding: set[int] = set()
         """Blocks that fold in the pass that is running, by `id(unit)`."""
         self.timed_forward: TimedForward | None = None
@@ -172,14 +171,14 @@ class Materialiser:
             downloads=folding,
             lows=[*folding, *fold_next],
             collective=collective,
-            fold=self._replay_pending,
+            fold=self._fold_skipped,
         )
 
     def _abandon_active(self) -> None:
         """Gives up the unit of an interrupted pass. Its slot may be filled again after the kernels issued for it."""
-        if self._slot is not None:
-            self.runtime.abandon(self._slot)
-        self._active = self._slot = None
+        use, self._use = self._use, None
+        if use is not None:
+            use.abandon()
 
     def end_pass(self) -> None:
         """Ends the pass, whether it completed or was interrupted."""
@@ -195,23 +194,23 @@ class Materialiser:
         """Makes pass `index`'s copy of a block. Returns one view per parameter, or None where the parameters are views
         of that memory already. `last` says that no later pass reads the block, so its slot is free as soon as this copy
         is made."""
-        first = self._active is not unit
-        if first:
+        use = self._use
+        first = use is None or use.unit is not unit
+        if use is None or first:
             with nullcontext() if self.timed_forward is None else self.timed_forward.waiting():
-                self._acquire(unit)
-        slot = self._slot
+                use = self._open(unit)
         pair = None if first and last else self._pair
         is_second_of_pair = pair is not None and index % 2 == 1
         if first:
-            self._replay_pending(unit, slot, scratch=self.scratch, pair=pair, index=index, last=last)
+            self._replay_pending(use, scratch=self.scratch, pair=pair, index=index, last=last)
         elif not is_second_of_pair:
-            in_replay_slot = slot is None and self._replay_slot.unit is unit
-            base = self._replay_slot.buffer if in_replay_slot else unit.store_buffer if slot is None else slot.buffer
+            in_replay_slot = not use.is_in_slot and self._replay_slot.unit is unit
+            base = self._replay_slot.buffer if in_replay_slot else use.buffer
             outs = self._cached.outs(unit, self.scratch)
             self._apply(unit, self._cached.planes(unit, base), outs=outs, pair=pair, index=index, decodes=False)
-        source = unit.store_buffer if slot is None else slot.buffer
+        source = use.buffer
         if (last or (pair is not None and self.in_one_launch)) and not any(part.direct for part in unit.parts):
-            self._release_slot(unit)
+            use.release_slot()
         if pair is None:
             return self._cached.views(unit, source, self.scratch) if first else None
         return self._cached.views(unit, source, self.scratch, second=pair if is_second_of_pair else None)
@@ -223,22 +222,19 @@ class Materialiser:
         planes = self._cached.planes(unit, slot.buffer)
         self._apply(unit, planes, outs=outs, index=0, updates=self.log.newest(num_updates))
 
-    def release_block(self, unit: Unit) -> None:
-        """Releases the block after its last pass has run it."""
-        if self._active is unit:
-            self._release_unit(unit)
-        unit.bind_stored()
-
     def materialise_outer(self, unit: Unit, *, index: int, scratch: torch.Tensor) -> list[torch.Tensor]:
         """Makes pass `index`'s copy of a resident unit outside the blocks, and returns one view per parameter.
         `scratch` must outlive the step: views of it are cached."""
-        self._replay_pending(unit, None, scratch=scratch, index=index)
+        self._replay_pending(Use(unit, self.runtime), scratch=scratch, index=index)
         return self._cached.views(unit, unit.store_buffer, scratch)
+
+    def _fold_skipped(self, unit: Unit, slot: Slot) -> None:
+        """Folds a unit that the forward of this rank has skipped."""
+        self._replay_pending(Use(unit, self.runtime, slot=slot))
 
     def _replay_pending(
         self,
-        unit: Unit,
-        slot: Slot | None,
+        use: Use,
         *,
         scratch: torch.Tensor | None = None,
         pair: torch.Tensor | None = None,
@@ -248,11 +244,11 @@ class Materialiser:
         """Replays the unit's pending updates and stores the result where its passes start from. Makes the first pass's
         copy in `scratch` (and `pair`) in the same launch. If no other pass reads the unit and no fold is due, nothing
         is stored."""
+        unit, source = use.unit, use.buffer
         log, pending = self._to_replay(unit)
-        source = unit.store_buffer if slot is None else slot.buffer
         outs = None if scratch is None else self._cached.outs(unit, scratch)
         # Only a block gives the replay slot up: an outer unit may run between two passes of the block that is in it.
-        if slot is None and unit.is_block:
+        if not use.is_in_slot and unit.is_block:
             self._replay_slot.invalidate()
         fold = pending > 0 and (id(unit) in self._folding or not unit.is_block)
         # A pass that runs alone starts from the rounded weights that the passes of the first direction start from.
@@ -262,10 +258,8 @@ class Materialiser:
         target = None
         if fold or (pending and not is_only_reader):
             target = source
-            if slot is not None:
-                self.runtime.before_writing(slot)
-                slot.updated(self.log.length)  # `unit.version` follows when the slot is downloaded
-            elif not fold:
+            use.before_writing(self.log.length)  # `unit.version` follows when the slot is downloaded
+            if not use.is_in_slot and not fold:
                 self._replay_slot.take(unit)
                 target = self._replay_slot.buffer
         planes = self._cached.planes(unit, source, low)
@@ -279,30 +273,36 @@ class Materialiser:
             try:
                 self._apply(unit, planes, stored=stored, outs=outs, pair=pair, index=index, updates=updates, fold=fold)
                 if fold:
-                    if slot is None:
-                        unit.folded(self.log.length)
-                    if slot is not None or unit.low_streamed:
-                        self.runtime.written(unit, slot)
+                    use.commit(self.log.length)
             except BaseException:
-                if fold and slot is None:  # the fold was made in place
-                    unit.folded(PARTLY_FOLDED)
+                if fold:
+                    use.break_off()
                 raise
 
-    def _acquire(self, unit: Unit) -> None:
-        """Makes the unit the active one. Its stored bytes are then on the device."""
-        self._slot = self.runtime.acquire(unit)
-        self._active = unit
+    # Uses of units
 
-    def _release_slot(self, unit: Unit) -> None:
-        """Marks the active unit's slot as free: no kernel issued after this call reads it."""
-        slot, self._slot = self._slot, None
-        if slot is not None:
-            self.runtime.release(unit, slot)
+    def _open(self, unit: Unit) -> Use:
+        """Makes the unit the one that is materialised. Its stored bytes are then on the device."""
+        self._use = use = Use(unit, self.runtime)
+        use.open()
+        return use
 
-    def _release_unit(self, unit: Unit) -> None:
-        """Releases the active unit's slot, and leaves no unit active."""
-        self._release_slot(unit)
-        self._active = None
+    def _use_of(self, unit: Unit) -> Use:
+        """The use of a unit. One that needs no slot is the same at any time."""
+        use = self._use
+        return use if use is not None and use.unit is unit else Use(unit, self.runtime)
+
+    def show(self, unit: Unit, views: Iterable[torch.Tensor]) -> None:
+        """Makes the unit's parameters show `views`, in `placed` order, until `hide`."""
+        self._use_of(unit).show(views)
+
+    def hide(self, unit: Unit) -> None:
+        """Ends the use of a unit: its parameters show the stored weights."""
+        use = self._use_of(unit)
+        if use is self._use:
+            self._use = None
+        use.release_slot()
+        use.close()
 
     # Copies without noise, for evaluation and saving. Nothing is stored.
 
@@ -349,9 +349,7 @@ class Materialiser:
         if not unit.streamed:
             return unit.store_buffer
         self._abandon_active()
-        self._acquire(unit)
-        assert self._slot is not None
-        return self._slot.buffer
+        return self._open(unit).buffer
 
     def scratch_for(self, unit: Unit) -> torch.Tensor:
         """Scratch for materialising the unit outside a forward."""
@@ -362,11 +360,9 @@ class Materialiser:
     def release_clean(self, unit: Unit) -> None:
         """Releases a unit that a method above has materialised: its copy is read no more."""
         self.copies.check(unit)
-        if self._active is unit:
-            self._release_unit(unit)
-        elif unit.low_streamed:
+        if unit.low_streamed and not unit.streamed:
             self.runtime.release(unit, None)
-        unit.bind_stored()
+        self.hide(unit)
 
     def fold_due(self) -> None:
         """Folds every unit whose fold is due in this step and that no forward has folded, because it was not used. So
@@ -387,12 +383,10 @@ class Materialiser:
         blocks = [unit for unit in behind if unit.is_block]
         try:
             collective = False if any(unit.streamed for unit in blocks) else None
-            self.runtime.start(blocks, downloads=blocks, lows=blocks, collective=collective, fold=self._replay_pending)
+            self.runtime.start(blocks, downloads=blocks, lows=blocks, collective=collective, fold=self._fold_skipped)
             for unit in behind:
-                self._acquire(unit)
-                self._replay_pending(unit, self._slot)
-                self._release_unit(unit)
-                unit.bind_stored()
+                self._replay_pending(self._open(unit))
+                self.hide(unit)
         finally:
             self.end_pass()
 
@@ -401,8 +395,9 @@ class Materialiser:
         before, self._folding = self._folding, {id(unit) for unit in units}
         try:
             for unit in units:
-                self._replay_pending(unit, None)
-                unit.bind_stored()
+                use = Use(unit, self.runtime)
+                self._replay_pending(use)
+                use.close()
         finally:
             self._folding = before
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ds_zo.backends.zo.activations import Activations
-from ds_zo.backends.zo.store import ZOStore
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 from ds_zo.backends.zo.lockstep import Lockstep
 from ds_zo.backends.zo.outputs import floats_of, losses_of
@@ -19,6 +18,7 @@ from ds_zo.backends.zo.pass_inputs import PassInputs
 from ds_zo.backends.zo.pass_runner import PassRunner
 from ds_zo.backends.zo.pass_state import PassState
 from ds_zo.backends.zo.probe import ForwardProfile, Probe
+from ds_zo.backends.zo.store import ZOStore
 from ds_zo.backends.zo.working_copies import WorkingCopies
 from ds_zo.streaming.units import Unit
 

@@ -156,7 +156,7 @@ class WorkingCopies:
         """Binds every unit that is still materialised to the stored weights."""
         for unit in self._placement.units:
             if unit.in_use:
-                unit.bind_stored()
+                self._materialiser.hide(unit)
 
     @property
     def _index(self) -> int:
@@ -199,7 +199,7 @@ class WorkingCopies:
             self._passes_ahead.add(self._lockstep.current)
             if self._lockstep.current < self._num_passes - 1:
                 return kept  # later passes have still to run the block
-        self._materialiser.release_block(unit)
+        self._materialiser.hide(unit)
         self._put_guard(unit)
         return kept
 
@@ -228,7 +228,7 @@ class WorkingCopies:
         views = self._materialiser.materialise_block(unit, index=index, last=last)
         if views is not None:
             self._guard.lift(unit)
-            unit.bind(views)
+            self._materialiser.show(unit, views)
 
     # Modules outside the blocks
 
@@ -247,7 +247,8 @@ class WorkingCopies:
             if self._training:
                 self._guard.lift(unit)
                 with torch.no_grad():
-                    unit.bind(self._materialiser.materialise_outer(unit, index=self._index, scratch=scratch))
+                    views = self._materialiser.materialise_outer(unit, index=self._index, scratch=scratch)
+                    self._materialiser.show(unit, views)
             else:
                 self._enter_clean(unit, scratch)
             scratch = scratch[unit.scratch_nbytes :]
@@ -264,7 +265,7 @@ class WorkingCopies:
         kept = self._outside_shared_buffers(output)
         for unit in reversed(self._overlap.leave(self._index, module)):
             if self._training:
-                unit.bind_stored()
+                self._materialiser.hide(unit)
                 self._put_guard(unit)
             else:
                 self._leave_clean(unit)
@@ -275,7 +276,8 @@ class WorkingCopies:
     def _enter_clean(self, unit: Unit, scratch: torch.Tensor) -> None:
         """Binds the unit to a copy without noise."""
         with torch.inference_mode(False), torch.no_grad():
-            unit.bind(self._materialiser.materialise_for_forward(unit, scratch=scratch))
+            views = self._materialiser.materialise_for_forward(unit, scratch=scratch)
+            self._materialiser.show(unit, views)
 
     def _leave_clean(self, unit: Unit) -> None:
         """Binds the unit to the stored weights."""
@@ -324,7 +326,8 @@ class WorkingCopies:
         if not self._training:
             return
         for unit in self._placement.pass_long:
-            unit.bind(unit.views(unit.planes(unit.store_buffer), unit.outs(self._pass_long_copies[id(unit)][index])))
+            outs = unit.outs(self._pass_long_copies[id(unit)][index])
+            self._materialiser.show(unit, unit.views(unit.planes(unit.store_buffer), outs))
 
     def _enter_pass_long(self, unit: Unit, module: nn.Module, args: Any) -> None:
         """Pre-hook for a pass-long unit: materialises it for an evaluation of `module`, unless the evaluation of an

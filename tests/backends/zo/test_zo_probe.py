@@ -111,6 +111,18 @@ class StacksWeights(Later):
         return Toy.middle(self, x) @ torch.stack([block.linear.weight for block in self.blocks]).mean(0)
 
 
+class Tagged(nn.Parameter):
+    """A user's own class of parameters."""
+
+
+class StacksTagged(StacksWeights):
+    def __init__(self) -> None:
+        super().__init__()
+        for m in self.modules():
+            for name, p in m._parameters.items():
+                m._parameters[name] = None if p is None else Tagged(p.detach())
+
+
 class NestsBlocks(Later):
     def other(self, x: torch.Tensor) -> torch.Tensor:
         hook = self.blocks[0].linear.register_forward_hook(lambda m, given, found: found + self.blocks[2](found))
@@ -127,6 +139,7 @@ class NestsBlocks(Later):
         (TiesLater, r"parameter embed\.weight was used outside"),
         (OpensBlocks, r"parameter blocks\.0\.norm\.weight was used outside"),
         (StacksWeights, r"parameter blocks\.0\.linear\.weight was used outside"),
+        (StacksTagged, r"parameter blocks\.0\.linear\.weight was used outside"),
         (NestsBlocks, r"a block must not run inside another|module blocks\.0 was used while another module ran"),
     ],
 )
