@@ -19,7 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist, logger
 
 import ds_zo
-from ds_zo.backends.common.weight_access import WeightAccess
+from ds_zo.backends.common.state_access import StateAccess
 from ds_zo.checkpoint import CheckpointError
 from ds_zo.checkpoint.adapters import FILE as ADAPTERS_FILE
 from ds_zo.checkpoint.adapters import base_of, changed_settings, description
@@ -45,7 +45,7 @@ class CheckpointingEngine(DeepSpeedEngine):
     """The part of `PluginEngine` that saves and loads."""
 
     resolved: Resolved
-    backend: WeightAccess
+    backend: StateAccess
     _background: BackgroundWriter
     _window_has_sums: bool
 

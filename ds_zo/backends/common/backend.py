@@ -2,7 +2,7 @@
 
 The engine implements DeepSpeed's interface: gradient accumulation, learning-rate schedulers, monitors, checkpoint
 folders. A backend implements the update rule (`TrainingStep`) and decides where weights and states are stored
-(`WeightAccess`). This module does not import DeepSpeed.
+(`StateAccess`). This module does not import DeepSpeed.
 
 To write a backend, subclass `Backend`, implement `step`, override the methods whose defaults do not fit, and add one
 `BackendEntry`. The defaults fit a backend that keeps the whole module on the device, leaves gradients in
@@ -22,7 +22,7 @@ from torch import nn
 
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.startup import StartupSummary, resident_summary
-from ds_zo.backends.common.weight_access import WeightAccess
+from ds_zo.backends.common.state_access import StateAccess
 from ds_zo.config import Resolved
 from ds_zo.config.registry import entry_of, imported
 
@@ -124,7 +124,7 @@ class TrainingStep(ABC):
         self.module.zero_grad(set_to_none=True)
 
 
-class Backend(TrainingStep, WeightAccess):
+class Backend(TrainingStep, StateAccess):
     """A training method.
 
     The engine calls a backend in this order:

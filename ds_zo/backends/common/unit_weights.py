@@ -295,7 +295,7 @@ class UnitWeights:
         """Drops copies of weights: stored weights were rewritten."""
         self._copies = None
 
-    # The methods of `WeightAccess` with the same names
+    # The methods of `StateAccess` with the same names
 
     def stored(self) -> dict[str, torch.Tensor]:
         self._storage.settle()

@@ -19,7 +19,7 @@ from ds_zo.config import Resolved
 from ds_zo.streaming.streams import current_stream
 
 
-class WeightAccess:
+class StateAccess:
     """Weights and states of the current step, by name. The defaults fit weights that are a module's own, on its
     device."""
 
