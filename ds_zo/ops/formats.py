@@ -25,6 +25,7 @@ whole groups are written: beyond a parameter's end they hold zeros. The top code
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,19 +52,20 @@ LANE_SHIFTS = np.arange(LANE_NUMEL, dtype=np.uint32) * np.uint32(4)
 
 @dataclass(frozen=True)
 class Format:
-    """A storage format: how it truncates float32."""
+    """A storage format. The fields from `dropped_bits` to `largest` say how it truncates float32; no code reads
+    them of the formats in `frozen.PACKED`."""
 
     name: str
     dtype: torch.dtype
-    dropped_bits: int
+    dropped_bits: int = 0
     """Number of float32's mantissa bits that the format drops."""
-    tiny: float
+    tiny: float = 0.0
     """Smallest normal magnitude, below which the spacing is constant; 0 if the format has float32's exponent range."""
-    largest: float
+    largest: float = math.inf
     scale_dtype: torch.dtype | None = None
     """Dtype of the plane of scales; None if the format has none. See [Note: group scales]."""
     scale_numel: int = 0
-    """Elements of the plane of scales for one group; the first is the group's exponent."""
+    """Elements of the plane of scales for one group. In `FORMATS` the first is the group's exponent."""
     group_numel: int = SEGMENT_ALIGNMENT
     """Elements that share a scale."""
     packed_numel: int = 1

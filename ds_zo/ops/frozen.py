@@ -23,10 +23,11 @@ class FrozenFormat:
     """Its name is the value of `ds_zo.stream.frozen_dtype`. Its dtype stands for it, and no other format has it."""
 
     quantise: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-    """Returns the stored bytes of values, as uint8, and their scales."""
+    """Returns the stored bytes of values, flat and as uint8, and their scales, flat. The last group may be short."""
 
     dequantise_: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    """`dequantise_(out, packed, scales)` writes the values to `out`, in its dtype. `packed` has the form's dtype."""
+    """`dequantise_(out, packed, scales)` writes the values to `out`, in its dtype. `packed` has the form's dtype. It
+    and `scales` are flat."""
 
     is_flat: bool = True
     """The functions take flat tensors that begin with a group: any span of parameters. Otherwise they take one

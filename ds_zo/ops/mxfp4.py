@@ -18,7 +18,9 @@ from ds_zo.ops.formats import Format
 
 CODE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 GROUP_NUMEL = 32
-MXFP4 = Format("mxfp4", torch.float4_e2m1fn_x2, 0, 0.0, 6.0, torch.uint8, 1, group_numel=GROUP_NUMEL, packed_numel=2)
+MXFP4 = Format(
+    "mxfp4", torch.float4_e2m1fn_x2, scale_dtype=torch.uint8, scale_numel=1, group_numel=GROUP_NUMEL, packed_numel=2
+)
 """Not one of `FORMATS`: no update is ever stored in it."""
 
 

@@ -36,7 +36,7 @@ CODE = (
 )
 """Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero."""
 GROUP_NUMEL = 64
-NF4 = Format("nf4", torch.bits4x2, 0, 0.0, 1.0, torch.float32, 1, group_numel=GROUP_NUMEL, packed_numel=2)
+NF4 = Format("nf4", torch.bits4x2, scale_dtype=torch.float32, scale_numel=1, group_numel=GROUP_NUMEL, packed_numel=2)
 """Not one of `FORMATS`: no update is ever stored in it."""
 
 _SMALLEST_ABSMAX = 1e-38

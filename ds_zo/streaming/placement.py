@@ -13,7 +13,7 @@ from ds_zo.ops import PACKED, FrozenFormat
 from ds_zo.ops.nf4 import Quantised
 from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.units import Part, PlacedParameter, Unit
+from ds_zo.streaming.units import ALIGN, Part, PlacedParameter, Unit
 
 ReadParameter = Callable[[PlacedParameter], torch.Tensor | Quantised]
 """Returns a parameter's initial value."""
@@ -39,6 +39,11 @@ def register_format(added: FrozenFormat) -> None:
         raise ValueError(
             f"a storage format needs a name and a dtype of its own, got {name} and {dtype}; choose others "
             "(register_format)"
+        )
+    if not added.form.scale_nbytes or ALIGN % added.form.group_numel or ALIGN % added.form.packed_numel:
+        raise ValueError(
+            f"a storage format needs scales, and groups and items whose numbers of values divide {ALIGN}, got "
+            f"{added.form}; change them (register_format)"
         )
     PACKED[dtype], WIRE[name] = added, dtype
     FROZEN_DTYPES.append(name)

@@ -90,10 +90,10 @@ class Part:
 
     def stored(self, placed: PlacedParameter, storage: torch.Tensor) -> torch.Tensor:
         """The parameter's stored elements, a view of the part's storage plane. It has the parameter's shape, except in
-        formats that pack several elements into one item."""
-        packed = 1 if self._format is None else self._format.packed_numel
-        if packed == 1:
+        the formats of `ops.PACKED`, where it is flat."""
+        if self._format is None or self.wire not in ops.PACKED:
             return placed.view(storage)
+        packed = self._format.packed_numel
         return storage[placed.start // packed : -(-(placed.start + placed.numel) // packed)]
 
     def decode_(self, out: torch.Tensor, planes: Planes) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from ds_zo.ops import Format, FrozenFormat
 
 GROUP_NUMEL = 64
-INT4 = Format("int4", torch.bits2x4, 0, 0.0, 7.0, torch.float16, 1, group_numel=GROUP_NUMEL, packed_numel=2)
+INT4 = Format("int4", torch.bits2x4, scale_dtype=torch.float16, scale_numel=1, group_numel=GROUP_NUMEL, packed_numel=2)
 _OFFSET = 8
 """Added to a number, so that a code is not negative."""
 
