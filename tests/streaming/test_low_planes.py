@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_zo.streaming.streams import Event, InlineEvent, InlineStream, Stream, Streams
 from ds_zo.streaming.units import Unit
 from tests.helpers.made_units import make_runtime, make_units
+from tests.helpers.timed_streams import TimedStreams
 
-CPU = torch.device("cpu")
 NUMEL = 1024
 BLOCK_S, COMPUTE_S, EDGE_S = 3.0, 2.0, 6.0
 """A block's upload, which takes as long as its low plane's; its computing, and that of everything around blocks."""
@@ -28,42 +26,6 @@ def made(num_units: int, *, streamed: Sequence[int]) -> tuple[list[Unit], list[t
 
 def folding(units: Sequence[Unit], step: int, interval: int) -> list[Unit]:
     return [unit for unit in units if (step + unit.index) % interval == 0]
-
-
-class Line(InlineStream):
-    """When it has done what it was given. The host issues a visit when the computing has got there."""
-
-    def __init__(self, streams: TimedStreams) -> None:
-        self.now_s = 0.0
-        self._streams = streams
-
-    def wait(self, event: Any) -> None:
-        self.now_s = max(self.now_s, event.at_s)
-
-    def record(self, event: Any) -> None:
-        event.at_s = self.now_s
-
-    @contextmanager
-    def issuing(self) -> Iterator[None]:
-        streams = self._streams
-        self.now_s = max(self.now_s, streams.computing.now_s)
-        before, streams.copying = streams.copying, self
-        yield
-        streams.copying = before
-
-
-class TimedStreams(Streams):
-    """Streams on a clock."""
-
-    def __init__(self) -> None:
-        self.copying = self.computing = Line(self)
-        super().__init__(CPU, current=self.computing, overlap=True)
-
-    def another(self, name: str) -> Stream:
-        return Line(self)
-
-    def event(self, *, timing: bool = False) -> Event:
-        return InlineEvent()
 
 
 class Copying(TorchDispatchMode):
