@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -82,6 +83,7 @@ def test_a_timed_forward_replays_and_leaves_no_trace(
         seen: list[dict[str, Any]] = []
         launch = ops.replay_perturb
         store.must_choose_interval = times
+        gc.collect()  # an earlier test's engine folds its pending updates when it is collected
         with monkeypatch.context() as patch:
             patch.setattr(ops, "replay_perturb", lambda *args, **more: (seen.append(more), launch(*args, **more)))
             engine(**case.batch(0))
@@ -89,7 +91,7 @@ def test_a_timed_forward_replays_and_leaves_no_trace(
         assert not store.must_choose_interval, "a checkpoint names the interval, on ranks that do not write it too"
         assert ({more["pending"].num_entries for more in seen} - {0} == set(TIMED_NUM_UPDATES)) == times
         if times:
-            assert all(seconds > 0 for seconds in compute_and_draw_s(store._timed_forwards)[:1])
+            assert all(timed.busy_s > 0 for timed in store._timed_forwards)
         for step in range(3):
             one_step(engine, case.batch(step))
         return weights(engine.module)
