@@ -3,10 +3,11 @@
 [Note: whole steps] A weight and the counter of the updates that it includes change one after the other. LOMO's backward
 changes weights that are counted only in `engine.step()`. A KeyboardInterrupt in between would leave a state that looks
 consistent but is not: saved and resumed, an update would be made twice or in part. Therefore SIGINT is deferred while
-ZO folds an update into a weight, during each use of a recomputed block, and from the start of `engine.backward()` to
-the end of `engine.step()`. A second Ctrl-C is not deferred. A signal that follows the first within
-`_ECHO_S` counts as the same Ctrl-C. Programs that start others (`timeout`) forward a signal that the terminal has
-already sent to both. For a `loss.backward()` that the user calls directly, SIGINT is deferred in uses of blocks only.
+ZO folds an update into a weight, at the end of a ZO pass, during each use of a recomputed block, and from the start of
+`engine.backward()` to the end of `engine.step()`. A second Ctrl-C is not deferred. A signal that follows the first
+within `_ECHO_S` counts as the same Ctrl-C. Programs that start others (`timeout`) forward a signal that the terminal
+has already sent to both. For a `loss.backward()` that the user calls directly, SIGINT is deferred in uses of blocks
+only.
 """
 
 from __future__ import annotations

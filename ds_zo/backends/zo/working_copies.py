@@ -21,6 +21,7 @@ from ds_zo.backends.zo.outputs import floats_of, with_floats
 from ds_zo.backends.zo.scratch_overlap import ScratchOverlap, has_room, overlapping_block, overlapping_outer
 from ds_zo.backends.zo.store import ZOStore
 from ds_zo.logs import show
+from ds_zo.streaming.interrupts import interrupts
 from ds_zo.streaming.units import Unit
 
 _WAIT_FOR_ALL = object()
@@ -124,12 +125,13 @@ class WorkingCopies:
                 self._put_guard(unit)
             yield
         finally:
-            self._training = False
-            for unit in guarded:
-                self._guard.lift(unit)
-            self._materialiser.end_pass()
-            self._bind_all_stored()
-            self._overlap.clear()
+            with interrupts.deferred():  # else Ctrl-C would leave weights guarded, and a save after it would raise
+                self._training = False
+                for unit in guarded:
+                    self._guard.lift(unit)
+                self._materialiser.end_pass()
+                self._bind_all_stored()
+                self._overlap.clear()
 
     @contextmanager
     def probing(self) -> Iterator[dict[int, Unit]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ds_zo.backends.zo.guarded_weights import WeightGuard
 from tests.helpers.mezo_reference import PlainMeZO, loss_on
 from tests.helpers.weights import assert_equal, weights
 from tests.helpers.zo_runs import FunctionalTie, Recorder, Toy, close, engine_for, one_step, toy_batches, train, zo_json
@@ -187,3 +189,31 @@ def test_shapes_and_dtypes_of_a_weight_may_be_read_anywhere() -> None:
     train(engine, BATCHES[:1])
     engine.module.does_other = True
     train(engine, BATCHES[1:3])
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT], ids=["streamed", "resident"])
+def test_ctrl_c_at_the_end_of_a_pass_leaves_weights_that_can_be_saved(
+    json: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, undisturbed = engine_for(Toy(), json), engine_for(Toy(), json)
+    train(engine, BATCHES[:2])
+    train(undisturbed, BATCHES[:2])
+    lift, num_lifts, last = WeightGuard.lift, 0, 0
+
+    def counted(guard: WeightGuard, unit: Any) -> None:
+        nonlocal num_lifts
+        num_lifts += 1
+        if num_lifts == last:
+            signal.raise_signal(signal.SIGINT)
+        lift(guard, unit)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(WeightGuard, "lift", counted)
+        engine(**BATCHES[2])
+        num_lifts, last = 0, num_lifts
+        engine(**BATCHES[2])
+    assert_equal(weights(engine.module), weights(undisturbed.module))
+    assert engine.module.eval()(**BATCHES[2]) == undisturbed.module.eval()(**BATCHES[2])
+    for each in (engine, undisturbed):
+        each.train()
+    assert train(engine, BATCHES[2:]) == train(undisturbed, BATCHES[2:])
