@@ -225,9 +225,9 @@ def _fitted_after(engine: Any, accumulation: int) -> int:
 
 
 def _written_back_after(engine: Any) -> int:
-    block_store = engine.backend.store
-    streams = any(unit.streamed for unit in block_store.placement.blocks)
-    return min(block_store.interval, _LONGEST_AGEING) if streams else 0
+    store = engine.backend.store
+    streams = any(unit.streamed for unit in store.blocks.placement.blocks)
+    return min(store.interval, _LONGEST_AGEING) if streams else 0
 
 
 def _starts_as_given(model: nn.Module) -> bool | None:
