@@ -60,12 +60,12 @@ class WeightGuard:
         it."""
         unit, part, placed = self._placed[id(parameter)]
         if placed.trainable or unit.streamed or not part.viewable:
-            raise unseen(f"parameter {placed.name} was used outside the forward of its module")
+            raise unseen(f"parameter {placed.name} was used outside the forward of its module", unit)
 
 
-def unseen(use: str) -> ValueError:
-    """The error for a use of weights that the first forward of the mode did not show."""
-    return ValueError(
-        f"{use}, where the first step did not use it, so that it has no noise there: use it there from the first step "
-        "on, or name a list of modules whose own forwards are called, or [] for none (ds_zo.stream.blocks)"
-    )
+def unseen(use: str, unit: Unit) -> ValueError:
+    """The error for a use of the unit's weights that the first forward of the mode did not show."""
+    remedy = "use it there from the first step on"
+    if unit.is_block:
+        remedy += ", or name a list of modules whose own forwards are called, or [] for none (ds_zo.stream.blocks)"
+    return ValueError(f"{use}, where the first step did not use it, so that it has no noise there: {remedy}")

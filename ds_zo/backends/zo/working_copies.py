@@ -151,7 +151,7 @@ class WorkingCopies:
         """Notes units whose copies overlap those of another module. Raises in passes that are not probed."""
         for unit in units:
             if self._overlapping is None:
-                raise unseen(f"module {unit.name} was used while another module ran")
+                raise unseen(f"module {unit.name} was used while another module ran", unit)
             self._overlapping[id(unit)] = unit
 
     def _bind_all_stored(self) -> None:
