@@ -18,6 +18,7 @@ from ds_zo.streaming.allocator import AllocatorRetryCheck
 from ds_zo.streaming.budget import Needed, check_fits, release_cached_memory, residents_after_a_step
 from ds_zo.streaming.device_shards import DeviceShards
 from ds_zo.streaming.host_store import HostStore
+from ds_zo.streaming.intercepted import check_class
 from ds_zo.streaming.interrupts import interrupts
 from ds_zo.streaming.loading import reader_of, source_of
 from ds_zo.streaming.node import Node, RankPartition
@@ -85,7 +86,11 @@ class BlockStore:
         """Allocates and fills the units' buffers. `num_resident`: blocks that are on the device from the start.
         `needed`: the device memory of weights and buffers. `remedy`: what a user can do if it exceeds the budget.
         `transport` makes the transport of blocks that ranks do not divide among them. None: `LocalCopy`.
-        `own`: the backend's own buffers."""
+        `own`: the backend's own buffers. Raises before it changes the module if a parameter's class cannot be
+        stored."""
+        for placed in (placed for unit in placement.units for placed in unit.placed):
+            if not placed.parameter.is_meta:  # else it becomes a plain parameter
+                check_class(placed.parameter, name=placed.name)
         self.device = device
         self._own = own or OwnBuffers()
         self._own.blocks = self

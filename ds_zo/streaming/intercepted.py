@@ -68,7 +68,7 @@ def check_class(parameter: nn.Parameter, *, name: str) -> None:
         raise ValueError(
             "a stored parameter is a plain nn.Parameter, or of a subclass that keeps torch's functions, got "
             f"{name} of {cls.__name__}, which defines __torch_function__: replace it by nn.Parameter before "
-            "deepspeed.initialize, or keep the model on the device"
+            "deepspeed.initialize"
         )
 
 

@@ -25,7 +25,7 @@ from ds_zo.backends.common.ownership import LowBits, attach, detach
 from ds_zo.backends.common.plain_copies import Hook, StandIn
 from ds_zo.backends.common.pretrained import PretrainedSaving
 from ds_zo.checkpoint.snapshot import host_copy, persistent_buffers
-from ds_zo.streaming.intercepted import check_class, intercept, owner_of, stop_intercepting, without_interception
+from ds_zo.streaming.intercepted import intercept, owner_of, stop_intercepting, without_interception
 from ds_zo.streaming.units import PlacedParameter, Unit, UnitState
 
 
@@ -126,8 +126,6 @@ class UnitWeights:
             id(p.parameter): (u, p) for u in self._units for p in u.placed
         }
         """The unit and the placement of each parameter, by the parameter's id."""
-        for _, placed in self._placement_of.values():
-            check_class(placed.parameter, name=placed.name)
         self._parameters = dict(module.named_parameters(remove_duplicate=False))
         names = Counter(id(p) for p in self._parameters.values())
         self._tied: dict[int, weakref.ref[torch.Tensor] | None] = {key: None for key, n in names.items() if n > 1}

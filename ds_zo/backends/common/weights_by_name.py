@@ -40,7 +40,8 @@ class ResidentWeights:
         self._settle, self._has_pending = settle or (lambda: None), has_pending
         self._parameters = [p for p in module.parameters() if p.is_floating_point()]
         for name, p in module.named_parameters() if settle is not None else ():
-            check_class(p, name=name)
+            if p.is_floating_point():
+                check_class(p, name=name)
         for p in self._parameters:
             attach(p, self)
 

@@ -74,8 +74,22 @@ def test_reads_of_a_subclass_give_the_weights_of_the_step(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_subclass_with_its_own_torch_function_is_refused_by_name(kind: str) -> None:
+    """The refused engine leaves nothing in the module: an engine that takes any class then trains all weights."""
+    module = model_of(Logged)
     with pytest.raises(ValueError, match=r"got model\.\S+ of Logged, which defines __torch_function__.*nn\.Parameter"):
-        start(RUNS[kind], model_of(Logged))
+        start(RUNS[kind], module)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    train(start(config_for("LOMO"), module), batches("llama", 2))
+    assert [name for name, p in module.named_parameters() if torch.equal(p, before[name])] == []
+
+
+def test_parameters_that_have_no_updates_may_have_any_class() -> None:
+    """LSP on the device does not intercept parameters of integers, such as weights that a library has quantised."""
+    module = lively("llama").train()
+    module.register_parameter("packed", Logged(torch.zeros(4, dtype=torch.uint8), requires_grad=False))
+    engine = start(RUNS["lsp"], module)
+    train(engine, batches("llama", 2))
+    assert type(module.packed) is Logged
 
 
 def test_a_model_on_the_device_may_have_any_class() -> None:
