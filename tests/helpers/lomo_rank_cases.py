@@ -309,6 +309,7 @@ def resume(rank: int, folders: list[Path]) -> dict[str, Any]:
     for folder in folders:
         for name, config in SAVED.items():
             engine = start(config, lively("llama", seed=5))
+            assert all(p.data.shape == p.shape for p in engine.module.parameters())  # some show copies until the load
             engine.load_checkpoint(str(folder / name))
             _step(engine, 1)
             if "on devices" in name:

@@ -298,8 +298,12 @@ class UnitWeights:
     def stored(self) -> dict[str, torch.Tensor]:
         self._storage.settle()
         self._storage.wait()
+        for unit in self._units:
+            if unit.copies_step is not None:
+                self.bind_stored(next(unit.placed).parameter)  # a write to the copies would be lost
         with without_interception():
-            weights = {name: self._collected.get(id(p), p.detach()) for name, p in self._parameters.items()}
+            named = self._module.named_parameters(remove_duplicate=False)  # of which a user may have added some
+            weights = {name: self._collected.get(id(p), p.detach()) for name, p in named}
         buffers = {name: buffer.detach() for name, buffer in persistent_buffers(self._module)}
         return weights | (host_copy(buffers) if self._collected else buffers)
 

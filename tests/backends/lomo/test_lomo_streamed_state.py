@@ -53,6 +53,17 @@ def test_evaluation_and_generation(pair: tuple[Any, Any]) -> None:
     go_on(pair)
 
 
+def test_a_parameter_that_came_after_initialize_is_saved(tmp_path: Path) -> None:
+    engine = start(streamed(), lively("llama"))
+    train(engine, batches("llama", 1))
+    late = nn.Parameter(torch.arange(3.0), requires_grad=False)
+    engine.module.register_parameter("late", late)
+    engine.save_checkpoint(str(tmp_path))
+    late.data.zero_()
+    engine.load_checkpoint(str(tmp_path))
+    assert torch.equal(late, torch.arange(3.0))
+
+
 def test_state_dicts_are_copies_and_load(pair: tuple[Any, Any]) -> None:
     streaming, resident = pair
     states = [engine.module.state_dict() for engine in pair]
