@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from ds_zo.config.optimizers import AdamWParams
@@ -37,18 +38,26 @@ def estimate_adapter(
     params: AdamWParams | None = None,
     offload: bool | None = None,
     checkpointing: bool = True,
+    head_in_chunks: bool = True,
 ) -> Estimate:
     """Estimates LoRA of rank LOW_RANK on all matrices of the blocks, by AdamW. `offload` None: blocks stream only where
     the whole model does not fit the device. `checkpointing`: of a run whose blocks do not stream. Streamed blocks are
-    always recomputed."""
-    estimate = partial(_estimate, model, limits, stream or StreamConfig(), params, checkpointing)
+    always recomputed. `head_in_chunks`: see `Model.low_rank_trace`."""
+    traced = partial(model.low_rank_trace, head_in_chunks=head_in_chunks)
+    estimate = partial(_estimate, model, limits, stream or StreamConfig(), params, traced, checkpointing)
     return streaming_where_needed(estimate, offload)
 
 
 def _estimate(
-    model: Model, limits: Limits, stream: StreamConfig, params: AdamWParams | None, checkpointing: bool, offload: bool
+    model: Model,
+    limits: Limits,
+    stream: StreamConfig,
+    params: AdamWParams | None,
+    traced: Callable[..., Trace],
+    checkpointing: bool,
+    offload: bool,
 ) -> Estimate:
-    trace = model.low_rank_trace(checkpointing=offload or checkpointing)
+    trace = traced(checkpointing=offload or checkpointing)
     trained = _trained(model, trace)
     on_host = scratch = decodings = 0
     if offload:

@@ -101,7 +101,7 @@ def estimate_lsp(
 def _estimate(
     model: Model, limits: Limits, stream: StreamConfig, params: LSPParams, checkpointing: bool, offload: bool
 ) -> Estimate:
-    trace = model.backward_trace(checkpointing=offload or checkpointing)
+    trace = model.backward_trace(checkpointing=offload or checkpointing, loss_in_chunks=True)
     counts = _count(model, params, streams=offload)
     rates = model.rates
     moved_numel = counts.subspace_numel + counts.whole_numel

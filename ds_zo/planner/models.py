@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ds_zo.backends.common import chunked_loss
+from ds_zo.backends.common.chunked_head import ChunkedHeads, DeferredLogits
 from ds_zo.config.json_text import parse_json
 from ds_zo.planner.low_rank import low_rank_adapters
 from ds_zo.planner.rates import Rates
@@ -78,24 +79,25 @@ class Model:
         return self._trace("forward", self._run_forward)
 
     def backward_trace(self, *, checkpointing: bool, loss_in_chunks: bool = False) -> Trace:
-        """The trace of a forward and a backward pass. `loss_in_chunks`: LOMO converts logits to float32 in chunks;
-        other methods convert all logits at once."""
+        """The trace of a forward and a backward pass. `loss_in_chunks`: the backends of this package compute head and
+        loss in chunks; other methods convert all logits to float32 at once."""
 
         def run() -> Trace:
-            with self._chunked_losses() if loss_in_chunks else nullcontext():
+            with self._chunked_heads() if loss_in_chunks else nullcontext():
                 return self._run_backward(checkpointing=checkpointing)
 
         return self._trace(f"backward {checkpointing} {loss_in_chunks}", run)
 
-    def low_rank_trace(self, *, checkpointing: bool) -> Trace:
+    def low_rank_trace(self, *, checkpointing: bool, head_in_chunks: bool = True) -> Trace:
         """The trace of a forward and a backward pass that train LoRA adapters of rank LOW_RANK on all `matrices`, with
-        the loss in chunks."""
+        the loss in chunks. `head_in_chunks`: the logits too, as this package's backends compute them."""
 
         def run() -> Trace:
-            with self._chunked_losses(), low_rank_adapters(self.module, self.blocks, rank=LOW_RANK):
+            chunks = self._chunked_heads() if head_in_chunks else self._chunked_losses()
+            with chunks, low_rank_adapters(self.module, self.blocks, rank=LOW_RANK):
                 return self._run_backward(checkpointing=checkpointing)
 
-        return self._trace(f"low rank {checkpointing}", run)
+        return self._trace(f"low rank {checkpointing} {head_in_chunks}", run)
 
     def _trace(self, kind: str, run: Callable[[], Trace]) -> Trace:
         if kind not in self._traces:
@@ -126,6 +128,12 @@ class Model:
     def _run_forward(self) -> Trace:
         with self._chunked_losses():
             return self._pass(backward=False)
+
+    @contextmanager
+    def _chunked_heads(self) -> Iterator[None]:
+        heads = ChunkedHeads(chunked_loss.models_with_causal_loss(self.module))
+        with heads.deferred({"labels": True}), self._chunked_losses():
+            yield
 
     @contextmanager
     def _chunked_losses(self) -> Iterator[None]:
@@ -300,6 +308,8 @@ def _remedy(name: str) -> str:
 
 
 def _chunked_loss_on_meta(logits: torch.Tensor, labels: Any, vocab_size: int, **unused: Any) -> torch.Tensor:
+    if isinstance(logits, DeferredLogits) and logits.is_deferred(vocab_size):
+        return chunked_loss.chunked_causal_lm_loss(logits, labels, vocab_size)
     num_rows = max(1, chunked_loss.LOSS_CHUNK_NUMEL // vocab_size)
     loss: torch.Tensor = _ChunkedLossOnMeta.apply(logits.reshape(-1, vocab_size), num_rows)
     return loss

@@ -19,7 +19,7 @@ H200 (docs/adapters.md)."""
 def estimate_qlora(model: Model, limits: Limits, *, checkpointing: bool = True) -> Estimate:
     """Estimates LoRA by PEFT over a base that bitsandbytes keeps on the device in NF4. Forward, recomputation and
     backward decode each matrix again."""
-    whole = estimate_adapter(model, limits, offload=False, checkpointing=checkpointing)
+    whole = estimate_adapter(model, limits, offload=False, checkpointing=checkpointing, head_in_chunks=False)
     itemsize, numel = model.itemsize, sum(m * n for m, n in model.matrices)
     largest = max((m * n for m, n in model.matrices), default=0)
     decoded_nbytes = (3 if checkpointing else 2) * (_NF4_NBYTES + itemsize) * numel

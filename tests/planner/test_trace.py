@@ -10,6 +10,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import nn
 from torch.nn import functional
 
+from ds_zo.backends.common.chunked_head import ChunkedHeads
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.planner import Rates
 from ds_zo.planner.trace import trace_pass
@@ -98,6 +99,22 @@ def test_the_loss_on_paper_takes_what_the_chunked_loss_takes(
         real = [model._pass(backward=backward) for backward in (False, True)]
     for ours, theirs in zip(on_paper, real, strict=True):
         assert ours.peak.total == pytest.approx(theirs.peak.total, rel=0.01)
+
+
+def test_the_head_on_paper_takes_what_the_chunked_head_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabulary = 997
+    monkeypatch.setattr("ds_zo.backends.common.chunked_head.HEAD_CHUNK_NUMEL", 3 * vocabulary)
+    whole = planned("opt", seq=32, vocab_size=vocabulary).backward_trace(checkpointing=False)
+    on_paper = planned("opt", seq=32, vocab_size=vocabulary).backward_trace(checkpointing=False, loss_in_chunks=True)
+    model, batch = tiny_model("opt", vocab_size=vocabulary), tiny_batch("opt", batch_size=2, length=32)
+    batch.pop("attention_mask")
+    model.config.use_cache = False  # type: ignore[union-attr]
+    models = models_with_causal_loss(model)
+    blocks = list(find_blocks(model).values())
+    with losses_in_chunks(models), ChunkedHeads(models).deferred(batch):
+        real = trace_pass(model, batch, blocks=blocks, rates=Rates(), vocab_size=vocabulary, backward=True)
+    assert on_paper.peak.total == pytest.approx(real.peak.total, rel=0.001)
+    assert on_paper.peak.total < whole.peak.total / 2
 
 
 def test_a_process_that_has_used_zero3_plans_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from ds_zo.backends.adapter.trained import (
 )
 from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
+from ds_zo.backends.common.chunked_head import ChunkedHeads
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.recompute.backend import RecomputedBackend
@@ -69,6 +70,7 @@ class AdapterBackend(RecomputedBackend):
         """Steps that this engine has not skipped."""
         self._caches = Caches(module)
         self._models_with_causal_loss = models_with_causal_loss(module)
+        self._heads = ChunkedHeads(self._models_with_causal_loss)
         chosen = resident_ids(module, self.param_groups)
         self.blocks: ModelBlocks = ModelBlocks(module, device=device)
         if self.places_parameters(config):
@@ -120,6 +122,7 @@ class AdapterBackend(RecomputedBackend):
                 return self.module(*args, **kwargs)
             with (
                 losses_in_chunks(self._models_with_causal_loss),
+                self._heads.deferred(kwargs),
                 self._caches.off() if self.module.training or self.blocks.is_streamed else nullcontext(),
             ):
                 return self.module(*args, **kwargs)

@@ -3,6 +3,7 @@
 The loss needs logits in float32, and a conversion of all logits at once takes more memory than a block. In chunks, only
 one chunk's float32 logits exist at a time. With gradients, the backward converts each chunk again instead of saving
 float32 tensors. It runs the same operations as the backward of `cross_entropy`, so gradients have the same bits.
+The logits are those of a whole batch, or `DeferredLogits`, which the head computes in chunks too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, pad
+
+from ds_zo.backends.common.chunked_head import DeferredLogits
 
 LOSS_CHUNK_NUMEL = 2**22
 """Logits that the loss of ZO and LOMO converts to float32 at a time: 16 MB, and 16 MB for their log-softmax."""
@@ -37,10 +40,12 @@ def chunked_causal_lm_loss(
     if shift_labels is None:
         assert labels is not None
         shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    rows = logits.reshape(-1, vocab_size)
-    targets = shift_labels.reshape(-1).to(rows.device)
+    targets = shift_labels.reshape(-1).to(logits.device)
     num_rows = max(1, LOSS_CHUNK_NUMEL // vocab_size)
-    if rows.requires_grad and torch.is_grad_enabled():
+    if isinstance(logits, DeferredLogits) and logits.is_deferred(vocab_size):
+        total = logits.summed_loss(targets, ignore_index=ignore_index)
+    elif logits.requires_grad and torch.is_grad_enabled():
+        rows = logits.reshape(-1, vocab_size)
         if len(rows) <= num_rows:
             reduction = "mean" if num_items_in_batch is None else "sum"
             loss = cross_entropy(rows.float(), targets, ignore_index=ignore_index, reduction=reduction)
@@ -49,6 +54,7 @@ def chunked_causal_lm_loss(
             )
         total = _SummedByChunks.apply(rows, targets, ignore_index, num_rows)
     else:
+        rows = logits.reshape(-1, vocab_size)
         total = _sum(rows, targets, ignore_index=ignore_index, num_rows=num_rows)
     if num_items_in_batch is None:
         return total / (targets != ignore_index).sum()

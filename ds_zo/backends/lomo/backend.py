@@ -36,6 +36,7 @@ from torch import nn
 
 from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
+from ds_zo.backends.common.chunked_head import ChunkedHeads
 from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.known_parameters import KnownParameters
@@ -90,6 +91,7 @@ class LOMOBackend(RecomputedBackend):
             SkippedUpdates(device), accumulation=self.settings.accumulation, params_at=config.params_at
         )
         self._models_with_causal_loss = models_with_causal_loss(module)
+        self._heads = ChunkedHeads(self._models_with_causal_loss)
         self._caches = Caches(module)
         self._compiler = BlockCompiler(backward_twice=self._two_passes) if config.section.compile_blocks else None
         self.blocks = make_blocks(
@@ -190,6 +192,7 @@ class LOMOBackend(RecomputedBackend):
         with (
             run_backward_twice() if self._two_passes else nullcontext(),
             losses_in_chunks(self._models_with_causal_loss),
+            self._heads.deferred(kwargs),
             self._caches.off() if makes_no_caches else nullcontext(),
             self.blocks.forward(kwargs),
         ):

@@ -32,6 +32,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
+from ds_zo.backends.common.chunked_head import ChunkedHeads
+from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
 from ds_zo.backends.common.plain_copies import weakly
 from ds_zo.backends.common.startup import StartupSummary, nonzero
 from ds_zo.backends.lsp.backward import LSPBackwardPass
@@ -96,6 +98,8 @@ class LSPBackend(RecomputedBackend):
         self._warn_of_ignored_settings()
         self._compiler = BlockCompiler() if config.section.compile_blocks else None
         self._caches = Caches(module)
+        self._models_with_causal_loss = models_with_causal_loss(module)
+        self._heads = ChunkedHeads(self._models_with_causal_loss)
         self._pending_update = PendingUpdate(weakly(self._apply_pending_to_unit))
         self.blocks = make_blocks(
             module,
@@ -188,6 +192,8 @@ class LSPBackend(RecomputedBackend):
                 self._trained.known.check()
             makes_no_caches = trains or self.blocks.is_streamed or self._compiler is not None
             with (
+                losses_in_chunks(self._models_with_causal_loss),
+                self._heads.deferred(kwargs),
                 self._caches.off() if makes_no_caches else nullcontext(),
                 self.blocks.forward(kwargs, downloads=self._pending.units()),
                 self._pending.watched(),

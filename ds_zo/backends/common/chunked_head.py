@@ -1,0 +1,328 @@
+"""The head and the causal loss together, in chunks of tokens.
+
+With many tokens, logits and their gradient are the largest tensors of a training step. In a training forward with
+labels, the head of a model with a causal loss returns `DeferredLogits`, which have a shape and no values. The loss
+computes the logits of one chunk at a time, and so does its backward pass. The plain path stays where chunks would not
+save memory: a short batch, or a large trained head.
+
+[Note: deferred logits] Models scale and cap logits between head and loss. These operations treat every logit alone, so
+`DeferredLogits` record them, and each chunk runs them. Any other operation, the caller's included, computes the values
+of all logits, as the head does without chunks, and logs one line. Their gradient runs the head once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_map_only
+
+from ds_zo.logs import show
+
+HEAD_CHUNK_NUMEL = 2**25
+"""Logits that exist at a time: 128 MB in float32. Enough rows to keep the head's product bound by arithmetic."""
+_FLOAT32_COPIES = 3
+"""Float32 tensors of a chunk's size in the backward pass of its loss: logits or log-softmax, and two gradients."""
+_PRODUCTS = frozenset(("mul", "__mul__", "__rmul__", "multiply", "div", "__truediv__", "divide", "true_divide"))
+_RECORDED = _PRODUCTS | {"tanh", "float", "to", "contiguous"}
+"""Names of the operations that are recorded if all their other arguments are numbers or dtypes."""
+_OF_STORAGE = frozenset(("numpy", "tolist", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__"))
+_OF_COPIES = frozenset(("__repr__", "__reduce_ex__", "__deepcopy__"))
+_Gradients = tuple[torch.Tensor | None, ...]
+
+
+class _Head:
+    """One call of a head: its inputs, and the operations that follow on its logits."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Callable[..., torch.Tensor],
+        hidden: torch.Tensor,
+        *,
+        num_rows: int,
+        on_read: Callable[[], None],
+    ) -> None:
+        """`num_rows`: tokens of a chunk. `on_read` is called when the values of all logits are computed."""
+        self._function = _Function(module, forward)
+        self._hidden = hidden.detach()
+        self._versions = self._weight_versions()
+        self.num_rows, self._on_read = num_rows, on_read
+        self.parameters = {name: p for name, p in self._function.named_parameters() if p.requires_grad}
+        self.operations: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
+        self._autocast = _autocast(hidden.device.type)
+        self.values: torch.Tensor | None = None
+        """All logits, if they were read."""
+
+    def saves_memory(self, one: torch.Tensor) -> bool:
+        """Whether chunks take less memory than all logits and their gradient. Chunks have float32 copies, and a second
+        gradient of each trained parameter, to which their gradients are added. `one`: the logits of one token."""
+        num_tokens = self._hidden.shape[:-1].numel()
+        whole = 2 * num_tokens * one.nbytes
+        chunk = self.num_rows * (2 * one.nbytes + _FLOAT32_COPIES * 4 * one.numel())
+        return num_tokens > self.num_rows and whole > chunk + sum(4 * p.numel() for p in self.parameters.values())
+
+    def followed_by(self, operation: Callable[[torch.Tensor], torch.Tensor]) -> _Head:
+        found = object.__new__(_Head)
+        vars(found).update(vars(self), operations=(*self.operations, operation))
+        return found
+
+    def logits(self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The logits of some tokens. `parameters` take the place of the head's own."""
+        with self._autocast:
+            found: torch.Tensor = torch.func.functional_call(self._function, dict(parameters or {}), (hidden,))
+        for operation in self.operations:
+            found = operation(found)
+        return found
+
+    def read(self) -> torch.Tensor:
+        """The values of all logits."""
+        if self.values is None:
+            if self._versions != self._weight_versions():
+                raise RuntimeError(
+                    "outputs.logits are computed when they are read, and the weights have changed after their forward: "
+                    "read them before engine.backward and engine.step"
+                )
+            self._on_read()
+            with torch.no_grad():
+                self.values = self.logits(self._hidden)
+        return self.values
+
+    def _weight_versions(self) -> list[int]:
+        """The version counters of its parameters, which a change in place increases."""
+        return [p._version for p in self._function.parameters()]
+
+    def gradients(
+        self,
+        pull: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
+        hidden: torch.Tensor,
+        wanted: Sequence[bool],
+        *,
+        in_chunks: bool,
+    ) -> _Gradients:
+        """Gradients of `hidden` and of each parameter. `pull` takes the logits and the index of a chunk, and returns an
+        output and its gradient. `wanted`: which gradients are needed."""
+        names = [name for name, is_wanted in zip(self.parameters, wanted[1:], strict=True) if is_wanted]
+        leaves = {name: self.parameters[name].detach().requires_grad_() for name in names}
+        totals: dict[str, torch.Tensor] = {}
+        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
+        chunks = self.chunks(hidden) if in_chunks else (hidden,)
+        for index, chunk in enumerate(chunks):
+            with torch.enable_grad():
+                x = chunk.detach().requires_grad_(wanted[0])
+                output, grad = pull(self.logits(x, leaves), index)
+                inputs = [x] * wanted[0] + list(leaves.values())
+                found = list(torch.autograd.grad(output, inputs, grad, materialize_grads=True))
+            if of_hidden is not None:
+                (self.chunks(of_hidden)[index] if in_chunks else of_hidden).copy_(found.pop(0))
+            for name, grad_of_p in zip(names, found, strict=True):
+                if name in totals:
+                    totals[name] += grad_of_p
+                else:
+                    totals[name] = _float32_copy(grad_of_p) if in_chunks else grad_of_p
+            del output, grad, found
+        return of_hidden, *(totals[n].to(p.dtype) if n in totals else None for n, p in self.parameters.items())
+
+    def chunks(self, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
+        return hidden.reshape(-1, hidden.shape[-1]).split(self.num_rows)
+
+
+def _autocast(device: str) -> AbstractContextManager[Any]:
+    """A context with the autocast settings that are in force here."""
+    if not torch.amp.is_autocast_available(device):
+        return nullcontext()
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def _float32_copy(grad: torch.Tensor) -> torch.Tensor:
+    return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
+
+
+class _Function(nn.Module):
+    """A head's own forward, without the hooks of the head."""
+
+    def __init__(self, head: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.head, self._forward = head, forward
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._forward(hidden)
+
+
+class DeferredLogits(torch.Tensor):
+    """Logits without values. See [Note: deferred logits]."""
+
+    head: _Head
+    hidden: torch.Tensor
+    """The head's inputs, with their graph."""
+    sample: torch.Tensor
+    """Logits without tokens, after the recorded operations."""
+
+    @staticmethod
+    def of(head: _Head, hidden: torch.Tensor, sample: torch.Tensor) -> DeferredLogits:
+        found: DeferredLogits = _Defer.apply(head, sample, hidden, *head.parameters.values())
+        found.hidden, found.sample = hidden, sample
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        first, *rest = args or (None,)
+        is_constant = all(isinstance(x, (int, float, torch.dtype)) for x in (*rest, *kwargs.values()))
+        if isinstance(first, DeferredLogits) and first.head.values is None and name in _RECORDED and is_constant:
+            return first._followed_by(lambda x: func(x, *rest, **kwargs))
+        is_data = name == "__get__" and getattr(func.__self__, "__name__", "") == "data"
+        if is_data or name in _OF_STORAGE or name in _OF_COPIES:
+            args, kwargs = _with_values(args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def _followed_by(self, operation: Callable[[torch.Tensor], torch.Tensor]) -> DeferredLogits:
+        return DeferredLogits.of(self.head.followed_by(operation), self.hidden, operation(self.sample))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = _with_values(args, kwargs or {})
+        return func(*args, **kwargs)
+
+    def is_deferred(self, vocab_size: int) -> bool:
+        """Whether nothing has read their values, and a loss over `vocab_size` tokens takes one row for each token."""
+        return self.head.values is None and self.shape[-1] == vocab_size
+
+    def summed_loss(self, targets: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
+        """The sum of all tokens' losses, in float32."""
+        total: torch.Tensor = _SummedLoss.apply(
+            self.head, targets, ignore_index, self.hidden, *self.head.parameters.values()
+        )
+        return total
+
+
+def _with_values(args: Any, kwargs: Any) -> Any:
+    return tree_map_only(DeferredLogits, lambda x: x.head.read(), (args, kwargs))
+
+
+class _Defer(torch.autograd.Function):
+    """Makes `DeferredLogits`. A gradient comes where their values were read."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, head: _Head, sample: torch.Tensor, hidden: torch.Tensor, *parameters: torch.Tensor
+    ) -> DeferredLogits:
+        ctx.save_for_backward(hidden, *parameters)
+        ctx.head = head
+        found: DeferredLogits = torch.Tensor._make_wrapper_subclass(
+            DeferredLogits, (*hidden.shape[:-1], sample.shape[-1]), dtype=sample.dtype, device=sample.device
+        )
+        found.head = head
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> _Gradients:
+        hidden, *_ = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[2:]
+        return None, None, *ctx.head.gradients(lambda logits, _: (logits, grad), hidden, wanted, in_chunks=False)
+
+
+class _SummedLoss(torch.autograd.Function):
+    """`DeferredLogits.summed_loss`. The backward pass computes the logits of each chunk again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: _Head,
+        targets: torch.Tensor,
+        ignore_index: int,
+        hidden: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(hidden, targets, *parameters)
+        ctx.head, ctx.ignore_index = head, ignore_index
+        total = torch.zeros((), dtype=torch.float32, device=targets.device)
+        for chunk, wanted in zip(head.chunks(hidden), targets.split(head.num_rows), strict=True):
+            total += cross_entropy(head.logits(chunk).float(), wanted, ignore_index=ignore_index, reduction="sum")
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> _Gradients:
+        hidden, targets, *_ = ctx.saved_tensors
+        head, wanted = ctx.head, targets.split(ctx.head.num_rows)
+
+        def pull(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            loss = cross_entropy(logits.float(), wanted[index], ignore_index=ctx.ignore_index, reduction="sum")
+            return loss, grad
+
+        return None, None, None, *head.gradients(pull, hidden, ctx.needs_input_grad[3:], in_chunks=True)
+
+
+class ChunkedHeads:
+    """The heads of models with a causal loss."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        """`models`: see `models_with_causal_loss`."""
+        self._models = models
+        self._forwards: dict[nn.Module, Callable[..., torch.Tensor]] = {}
+        """The forwards that defer. Each is made once, because torch.compile compiles again for a new function."""
+        self._read_logged = False
+
+    @contextmanager
+    def deferred(self, call: Mapping[str, Any]) -> Iterator[None]:
+        """Context of a training forward whose logits are deferred. `call`: its keywords. Without labels the model
+        computes no loss, so the caller wants the logits."""
+        with ExitStack() as stack:
+            for head in self._heads() if call.get("labels") is not None else ():
+                if head not in self._forwards:
+                    self._forwards[head] = self._deferring(head, head.forward)
+                head.forward = self._forwards[head]  # type: ignore[method-assign]
+                stack.callback(vars(head).pop, "forward")
+            yield
+
+    def _heads(self) -> list[nn.Module]:
+        found = [model.get_output_embeddings() for model in self._models]  # type: ignore[operator]
+        return list({id(head): head for head in found if isinstance(head, nn.Module) and _can_defer(head)}.values())
+
+    def _deferring(self, head: nn.Module, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def defer(*args: Any, **kwargs: Any) -> torch.Tensor:
+            is_plain = len(args) == 1 and not kwargs and not torch.compiler.is_compiling()
+            if not is_plain or not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            hidden: torch.Tensor = args[0]
+            with torch.no_grad(), _autocast(hidden.device.type):  # without autocast's cache, whose copies have no graph
+                one = forward(hidden.reshape(-1, hidden.shape[-1])[:1])
+            num_rows = max(1, HEAD_CHUNK_NUMEL // one.shape[-1])
+            call = _Head(head, forward, hidden, num_rows=num_rows, on_read=self._log_read)
+            return DeferredLogits.of(call, hidden, one[:0]) if call.saves_memory(one) else forward(hidden)
+
+        return defer
+
+    def _log_read(self) -> None:
+        if not self._read_logged:
+            self._read_logged = True
+            show(
+                "ds_zo: outputs.logits are used outside of the model's loss, so the logits of all tokens are computed; "
+                "the loss alone needs one chunk at a time"
+            )
+
+
+def _can_defer(head: nn.Module) -> bool:
+    """Whether logits of some tokens do not depend on other tokens, on random numbers or on hooks."""
+    if "forward" in vars(head) or head._backward_hooks or head._backward_pre_hooks:
+        return False
+    for m in head.modules():
+        if isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0:
+            return False
+        if m is not head and (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks):
+            return False
+        if next(m.parameters(recurse=False), None) is not None and not isinstance(m, nn.Linear):
+            return False
+    return True
