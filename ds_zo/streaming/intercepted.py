@@ -126,15 +126,16 @@ def is_harmless(func: Any) -> bool:
     """Whether a torch function does not read the values of its arguments."""
     name = getattr(func, "__name__", "")
     if name == "__get__":
-        return _property_of(func) not in _CONTENTS
+        return property_of(func) not in _CONTENTS
     return name in _HARMLESS
 
 
 def _sets_data(func: Any) -> bool:
-    return getattr(func, "__name__", "") == "__set__" and _property_of(func) == "data"
+    return getattr(func, "__name__", "") == "__set__" and property_of(func) == "data"
 
 
-def _property_of(func: Any) -> str:
+def property_of(func: Any) -> str:
+    """The name of the property that a torch function gets or sets; an empty string for other functions."""
     return getattr(getattr(func, "__self__", None), "__name__", "")
 
 

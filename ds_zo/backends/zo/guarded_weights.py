@@ -3,7 +3,7 @@
 [Note: guarded weights] The first forward of each mode shows where weights are used (`probe.py`). A weight that a later
 pass uses elsewhere would have neither its noise nor its pending updates. So in a pass, the parameters of a unit that is
 not materialised are of a class whose torch functions raise. A materialised unit has plain parameters, so that the
-forward's operations have no overhead.
+forward's operations have no overhead. Hooks that log a model read `parameter.data`: the first such read is warned of.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from ds_zo.streaming.intercepted import is_harmless, parameters_in, plain_class, without_interception
+from ds_zo.logs import warn
+from ds_zo.streaming.intercepted import is_harmless, parameters_in, plain_class, property_of, without_interception
 from ds_zo.streaming.units import Unit
 
 
@@ -27,7 +28,9 @@ class _Guarded:
     ) -> Any:
         kwargs = kwargs or {}
         with without_interception():
-            if not is_harmless(func):
+            if property_of(func) == "data" and func.__name__ == "__get__":
+                cls.guard.warn_of_read(args[0])
+            elif not is_harmless(func):
                 for parameter in parameters_in((*args, *kwargs.values())):
                     if isinstance(parameter, cls):
                         cls.guard.check(parameter)
@@ -45,6 +48,7 @@ class WeightGuard:
         self._guarded = {cls: type(f"Guarded{cls.__name__}", (_Guarded, cls), {"guard": self}) for cls in plain}
         """The guarded class of each class of parameters."""
         self._plain = {guarded: cls for cls, guarded in self._guarded.items()}
+        self._has_warned = False
 
     def put(self, unit: Unit) -> None:
         """Guards the unit's parameters."""
@@ -56,11 +60,25 @@ class WeightGuard:
             p.__class__ = self._plain.get(type(p), type(p))  # type: ignore[assignment]
 
     def check(self, parameter: nn.Parameter) -> None:
-        """Raises, except for a frozen weight that is on the device in its own dtype: materialising changes nothing of
-        it."""
-        unit, part, placed = self._placed[id(parameter)]
-        if placed.trainable or unit.streamed or not part.viewable:
+        """Raises if the forward needs another value of the parameter than it shows."""
+        if self._is_prepared(parameter):
+            unit, _, placed = self._placed[id(parameter)]
             raise unseen(f"parameter {placed.name} was used outside the forward of its module", unit)
+
+    def warn_of_read(self, parameter: nn.Parameter) -> None:
+        if self._is_prepared(parameter) and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"{self._placed[id(parameter)][2].name}.data was read inside a training forward, while its module did "
+                "not run: it shows stored weights, which may lack the last updates and have no noise; read weights "
+                "between steps, where they are current"
+            )
+
+    def _is_prepared(self, parameter: nn.Parameter) -> bool:
+        """Whether materialising changes what the parameter shows. False for a frozen weight that is on the device in
+        its own dtype."""
+        unit, part, placed = self._placed[id(parameter)]
+        return placed.trainable or unit.streamed or not part.viewable
 
 
 def unseen(use: str, unit: Unit) -> ValueError:

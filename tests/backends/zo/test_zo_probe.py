@@ -14,7 +14,18 @@ from torch.nn import functional
 from ds_zo.backends.zo.guarded_weights import WeightGuard
 from tests.helpers.mezo_reference import PlainMeZO, loss_on
 from tests.helpers.weights import assert_equal, weights
-from tests.helpers.zo_runs import FunctionalTie, Recorder, Toy, close, engine_for, one_step, toy_batches, train, zo_json
+from tests.helpers.zo_runs import (
+    FunctionalTie,
+    Recorder,
+    Toy,
+    close,
+    engine_for,
+    log_lines,
+    one_step,
+    toy_batches,
+    train,
+    zo_json,
+)
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -157,6 +168,24 @@ def test_a_use_that_the_first_step_did_not_show_is_refused_by_name(
     assert ("ds_zo.stream.blocks" in str(caught.value)) == (kind is not TiesLater)
     engine.module.does_other = False
     train(engine, BATCHES[2:4])
+    train(undisturbed, BATCHES[:4])
+    assert_equal(weights(engine.module), weights(undisturbed.module))
+
+
+@pytest.mark.parametrize("json", [STREAMED, RESIDENT], ids=["streamed", "resident"])
+def test_a_hook_that_logs_weights_is_warned_of_once(json: dict[str, Any]) -> None:
+    """As experiment trackers register it; their first read comes after many steps. Training goes on as without it."""
+    engine, undisturbed = engine_for(Toy(), json), engine_for(Toy(), json)
+    train(engine, BATCHES[:2])
+    seen = list[float]()
+
+    def log(module: nn.Module, *_: Any) -> None:
+        seen.extend(float(p.data.float().norm()) for p in module.parameters())
+
+    engine.module.register_forward_hook(log)
+    with log_lines(20) as lines:
+        train(engine, BATCHES[2:4])
+    assert seen and sum("was read inside a training forward" in line for line in lines) == 1
     train(undisturbed, BATCHES[:4])
     assert_equal(weights(engine.module), weights(undisturbed.module))
 
