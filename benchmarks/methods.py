@@ -14,8 +14,7 @@ from benchmarks import ablations
 from benchmarks.lora_models import has_peft, repeat_first_block, with_lora, with_lora_over_4_bits
 from benchmarks.references import InMemoryMeZO
 from benchmarks.training_case import TrainingCase
-from ds_zo.backends.common.chunked_head import ChunkedHeads
-from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.backends.common.chunked_loss import CausalLosses
 from ds_zo.bench.contenders import ALL, Contender, config_of, shared_config
 from ds_zo.bench.lomo_optim import lomo_optim_trainer
 from ds_zo.bench.trainer import Batch, Trainer, engine_trainer, loss_of, set_checkpointing, torch_adamw_trainer
@@ -174,11 +173,10 @@ def _no_update(case: TrainingCase, model: nn.Module, where: torch.device) -> Tra
 
 def _no_update_chunked_loss(case: TrainingCase, model: nn.Module, where: torch.device) -> Trainer:
     """The same with LOMO's head and loss: what bounds LOMO."""
-    trainer, models = _no_update(case, model, where), models_with_causal_loss(model)
-    heads = ChunkedHeads(models)
+    trainer, losses = _no_update(case, model, where), CausalLosses(model)
 
     def forward(batch: Batch) -> torch.Tensor:
-        with losses_in_chunks(models), heads.deferred(batch):
+        with losses.in_chunks(batch):
             return trainer.forward(batch)
 
     return replace(trainer, forward=forward, settings=f"{trainer.settings}, loss in chunks")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache, lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,18 +25,9 @@ _HARMLESS = frozenset(
 _CONTENTS = frozenset("data T mT H mH real imag".split())
 """Names of properties that do read its values."""
 OWNER = "_ds_zo_owner"
-"""The attribute of a parameter that holds its owner."""
-
-
-class Owner(Protocol):
-    """The object that stores a parameter's weights. The parameter has it as its attribute `OWNER`."""
-
-    def refresh(self, parameter: nn.Parameter) -> None:
-        """Makes the parameter show the weights of the current step, before a torch function uses them."""
-
-    def replace(self, parameter: nn.Parameter, value: torch.Tensor) -> bool:
-        """Stores the value that user code assigns to `parameter.data`. Returns False if torch is to make the assignment
-        itself."""
+"""The attribute of a parameter that holds its owner, which stores its weights. Before torch functions use the
+parameter, they call `refresh(parameter)` of the owner. Where user code assigns to `parameter.data`, they call
+`replace(parameter, value)`, which returns False if torch is to make the assignment."""
 
 
 class Intercepted:

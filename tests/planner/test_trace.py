@@ -10,8 +10,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from torch import nn
 from torch.nn import functional
 
-from ds_zo.backends.common.chunked_head import ChunkedHeads
-from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.backends.common.chunked_loss import CausalLosses, losses_in_chunks, models_with_causal_loss
 from ds_zo.planner import Rates
 from ds_zo.planner.trace import trace_pass
 from ds_zo.streaming.blocks import find_blocks
@@ -109,9 +108,8 @@ def test_the_head_on_paper_takes_what_the_chunked_head_takes(monkeypatch: pytest
     model, batch = tiny_model("opt", vocab_size=vocabulary), tiny_batch("opt", batch_size=2, length=32)
     batch.pop("attention_mask")
     model.config.use_cache = False  # type: ignore[union-attr]
-    models = models_with_causal_loss(model)
     blocks = list(find_blocks(model).values())
-    with losses_in_chunks(models), ChunkedHeads(models).deferred(batch):
+    with CausalLosses(model).in_chunks(batch):
         real = trace_pass(model, batch, blocks=blocks, rates=Rates(), vocab_size=vocabulary, backward=True)
     assert on_paper.peak.total == pytest.approx(real.peak.total, rel=0.001)
     assert on_paper.peak.total < whole.peak.total / 2

@@ -32,8 +32,7 @@ from ds_zo.backends.adapter.trained import (
 )
 from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
-from ds_zo.backends.common.chunked_head import ChunkedHeads
-from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.backends.common.chunked_loss import CausalLosses
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.recompute.backend import RecomputedBackend
 from ds_zo.backends.recompute.model_blocks import ModelBlocks, OneBackward
@@ -69,8 +68,7 @@ class AdapterBackend(RecomputedBackend):
         self._num_applied = 0
         """Steps that this engine has not skipped."""
         self._caches = Caches(module)
-        self._models_with_causal_loss = models_with_causal_loss(module)
-        self._heads = ChunkedHeads(self._models_with_causal_loss)
+        self._causal_losses = CausalLosses(module)
         chosen = resident_ids(module, self.param_groups)
         self.blocks: ModelBlocks = ModelBlocks(module, device=device)
         if self.places_parameters(config):
@@ -121,8 +119,7 @@ class AdapterBackend(RecomputedBackend):
             if not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)
             with (
-                losses_in_chunks(self._models_with_causal_loss),
-                self._heads.deferred(kwargs),
+                self._causal_losses.in_chunks(kwargs),
                 self._caches.off() if self.module.training or self.blocks.is_streamed else nullcontext(),
             ):
                 return self.module(*args, **kwargs)

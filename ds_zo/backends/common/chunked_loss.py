@@ -9,7 +9,7 @@ The logits are those of a whole batch, or `DeferredLogits`, which the head compu
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, pad
 
-from ds_zo.backends.common.chunked_head import DeferredLogits
+from ds_zo.backends.common.chunked_head import ChunkedHeads, DeferredLogits
 
 LOSS_CHUNK_NUMEL = 2**22
 """Logits that the loss of ZO and LOMO converts to float32 at a time: 16 MB, and 16 MB for their log-softmax."""
@@ -119,3 +119,18 @@ def losses_in_chunks(models: Sequence[nn.Module]) -> Iterator[None]:
                 del m._loss_function
             else:
                 m.loss_function = original
+
+
+class CausalLosses:
+    """The heads and losses of the models inside a module that have a causal loss."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._models = models_with_causal_loss(module)
+        self._heads = ChunkedHeads(self._models)
+
+    @contextmanager
+    def in_chunks(self, call: Mapping[str, Any]) -> Iterator[None]:
+        """Context of a forward that a backward may follow: heads and losses are computed in chunks of tokens where that
+        saves memory. `call`: the keywords of the forward."""
+        with losses_in_chunks(self._models), self._heads.deferred(call):
+            yield

@@ -36,8 +36,7 @@ from torch import nn
 
 from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
-from ds_zo.backends.common.chunked_head import ChunkedHeads
-from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.backends.common.chunked_loss import CausalLosses
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.known_parameters import KnownParameters
 from ds_zo.backends.common.startup import StartupSummary
@@ -52,7 +51,6 @@ from ds_zo.backends.lomo.updates import SGD, Updater, UpdateRule
 from ds_zo.backends.lomo.window import AccumulationWindow
 from ds_zo.backends.recompute.backend import RecomputedBackend
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, is_compiled, run_backward_twice
-from ds_zo.backends.recompute.model_blocks import make_blocks
 from ds_zo.config import LOMOParams, Resolved
 from ds_zo.optim import LossScaler
 from ds_zo.streaming.allocator import warn_of_fragmentation
@@ -90,19 +88,10 @@ class LOMOBackend(RecomputedBackend):
         self._window = AccumulationWindow(
             SkippedUpdates(device), accumulation=self.settings.accumulation, params_at=config.params_at
         )
-        self._models_with_causal_loss = models_with_causal_loss(module)
-        self._heads = ChunkedHeads(self._models_with_causal_loss)
+        self._causal_losses = CausalLosses(module)
         self._caches = Caches(module)
         self._compiler = BlockCompiler(backward_twice=self._two_passes) if config.section.compile_blocks else None
-        self.blocks = make_blocks(
-            module,
-            config,
-            is_streamed=self.places_parameters(config),
-            param_groups=self.param_groups,
-            device=device,
-            process_group=process_group,
-            compiler=self._compiler,
-        )
+        self.make_blocks(compiler=self._compiler)
         self._parameter_states = make_parameter_states(module, config, clips_by_layer=self._clips_by_layer)
         self._known_parameters = KnownParameters(module, (state.parameter for state in self._parameter_states))
         self._foreign_leaves = ForeignLeaves(module.parameters()) if self._two_passes else None
@@ -191,8 +180,7 @@ class LOMOBackend(RecomputedBackend):
         makes_no_caches = trains or self.blocks.is_streamed or self._compiler is not None
         with (
             run_backward_twice() if self._two_passes else nullcontext(),
-            losses_in_chunks(self._models_with_causal_loss),
-            self._heads.deferred(kwargs),
+            self._causal_losses.in_chunks(kwargs),
             self._caches.off() if makes_no_caches else nullcontext(),
             self.blocks.forward(kwargs),
         ):

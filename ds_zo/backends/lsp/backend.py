@@ -32,8 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ds_zo.backends.common.backend import StepOutcome
 from ds_zo.backends.common.caches import Caches
-from ds_zo.backends.common.chunked_head import ChunkedHeads
-from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.backends.common.chunked_loss import CausalLosses
 from ds_zo.backends.common.plain_copies import weakly
 from ds_zo.backends.common.startup import StartupSummary, nonzero
 from ds_zo.backends.lsp.backward import LSPBackwardPass
@@ -58,7 +57,6 @@ from ds_zo.backends.lsp.state import (
 from ds_zo.backends.lsp.streamed import PendingUpdate
 from ds_zo.backends.recompute.backend import RecomputedBackend
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
-from ds_zo.backends.recompute.model_blocks import make_blocks
 from ds_zo.config import ConfigError, LSPParams, Resolved
 from ds_zo.logs import warn
 from ds_zo.optim.loss_scale import LossScaler
@@ -98,18 +96,9 @@ class LSPBackend(RecomputedBackend):
         self._warn_of_ignored_settings()
         self._compiler = BlockCompiler() if config.section.compile_blocks else None
         self._caches = Caches(module)
-        self._models_with_causal_loss = models_with_causal_loss(module)
-        self._heads = ChunkedHeads(self._models_with_causal_loss)
+        self._causal_losses = CausalLosses(module)
         self._pending_update = PendingUpdate(weakly(self._apply_pending_to_unit))
-        self.blocks = make_blocks(
-            module,
-            config,
-            is_streamed=self.places_parameters(config),
-            param_groups=self.param_groups,
-            device=device,
-            preparation=self._pending_update,
-            compiler=self._compiler,
-        )
+        self.make_blocks(preparation=self._pending_update, compiler=self._compiler)
         streams = self.blocks.streams
         self.ranks = CollectiveThread(process_group, streams=streams) if world_size > 1 else None
         self._calibration = Calibration(settings, ranks=self.ranks)
@@ -192,8 +181,7 @@ class LSPBackend(RecomputedBackend):
                 self._trained.known.check()
             makes_no_caches = trains or self.blocks.is_streamed or self._compiler is not None
             with (
-                losses_in_chunks(self._models_with_causal_loss),
-                self._heads.deferred(kwargs),
+                self._causal_losses.in_chunks(kwargs),
                 self._caches.off() if makes_no_caches else nullcontext(),
                 self.blocks.forward(kwargs, downloads=self._pending.units()),
                 self._pending.watched(),

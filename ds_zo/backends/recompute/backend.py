@@ -11,16 +11,51 @@ from ds_zo.backends.common.backend import Backend
 from ds_zo.backends.common.ownership import LowBits
 from ds_zo.backends.common.unit_weights import UnitWeights
 from ds_zo.backends.common.weights_by_name import ResidentWeights, WeightsByName
+from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.backends.recompute.model_blocks import ModelBlocks, RecomputedBlocks
+from ds_zo.backends.recompute.recomputation import Recomputation, make_block_store
 from ds_zo.backends.recompute.stored_weights import StoredWeights
+from ds_zo.streaming.transport import MakeTransport
+from ds_zo.streaming.use import Preparation
 
 
 class RecomputedBackend(Backend):
-    """A backend that streams blocks and recomputes them, or keeps the whole module on the device. Its constructor sets
-    `blocks`, and then calls `access_weights`."""
+    """A backend that streams blocks and recomputes them, or keeps the whole module on the device. Its constructor calls
+    `make_blocks`, unless it sets `blocks` itself, and then `access_weights`."""
 
     blocks: ModelBlocks
     weights_by_name: WeightsByName
+
+    def make_blocks(
+        self,
+        *,
+        preparation: Preparation | None = None,
+        compiler: BlockCompiler | None = None,
+        transport: MakeTransport | None = None,
+    ) -> None:
+        """Makes `blocks`, whose weights are stored in the dtype of the model. Moves them to their storage if
+        `places_parameters` says so. `preparation`: what is done with a block in each use. None: nothing. `transport`:
+        see `BlockStore`."""
+        module, config = self.module, self.config
+        if not self.places_parameters(config):
+            paths = config.section.stream.blocks
+            self.blocks = ModelBlocks(module, device=self.device, paths=paths, compiler=compiler)
+            return
+        store = make_block_store(
+            module,
+            config,
+            param_groups=self.param_groups,
+            device=self.device,
+            process_group=self.process_group,
+            transport=transport,
+        )
+        recomputation = Recomputation(
+            module,
+            store,
+            preparation=preparation or Preparation(),
+            forwards_per_step=config.gradient_accumulation_steps,
+        )
+        self.blocks = RecomputedBlocks(module, recomputation, compiler=compiler)
 
     def access_weights(
         self,

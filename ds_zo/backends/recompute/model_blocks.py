@@ -17,15 +17,13 @@ from ds_zo.backends.recompute.blocks import (
     shared_parameters,
 )
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
-from ds_zo.backends.recompute.recomputation import Recomputation, make_block_store, refuse_router_logits
-from ds_zo.config import Resolved
+from ds_zo.backends.recompute.recomputation import Recomputation, refuse_router_logits
 from ds_zo.streaming.block_store import BlockStore
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.device_shards import DeviceShards
 from ds_zo.streaming.streams import Streams, streams_for
-from ds_zo.streaming.transport import MakeTransport
 from ds_zo.streaming.units import Unit
-from ds_zo.streaming.use import Preparation, Use
+from ds_zo.streaming.use import Use
 
 
 class ModelBlocks:
@@ -186,34 +184,6 @@ class RecomputedBlocks(ModelBlocks):
             scratch_nbytes=self.store.placement.scratch_nbytes,
             fills_after=self._fills_after,
         )
-
-
-def make_blocks(
-    module: nn.Module,
-    config: Resolved,
-    *,
-    is_streamed: bool,
-    param_groups: Sequence[Mapping[str, Any]],
-    device: torch.device,
-    process_group: Any = None,
-    preparation: Preparation | None = None,
-    compiler: BlockCompiler | None = None,
-    transport: MakeTransport | None = None,
-) -> ModelBlocks:
-    """The blocks of a backend that stores weights in the dtype of the model. Moves them to their storage if they are
-    streamed. `preparation`: what is done with a block in each use. None: nothing. `transport`: see `BlockStore`."""
-    if not is_streamed:
-        return ModelBlocks(module, device=device, paths=config.section.stream.blocks, compiler=compiler)
-    store = make_block_store(
-        module, config, param_groups=param_groups, device=device, process_group=process_group, transport=transport
-    )
-    recomputation = Recomputation(
-        module,
-        store,
-        preparation=preparation or Preparation(),
-        forwards_per_step=config.gradient_accumulation_steps,
-    )
-    return RecomputedBlocks(module, recomputation, compiler=compiler)
 
 
 class OneBackward:

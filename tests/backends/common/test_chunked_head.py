@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ds_zo.backends.common import chunked_head
-from ds_zo.backends.common.chunked_head import ChunkedHeads
-from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.backends.common.chunked_loss import CausalLosses
 from tests.helpers import lomo_runs
 from tests.helpers.adapter_runs import adapter_json
 from tests.helpers.lomo_runs import lively
@@ -101,11 +100,8 @@ class LiveLogits(TorchDispatchMode):
         return found
 
 
-@contextmanager
-def in_chunks(model: nn.Module, batch: Any) -> Iterator[None]:
-    models = models_with_causal_loss(model)
-    with losses_in_chunks(models), ChunkedHeads(models).deferred(batch):
-        yield
+def in_chunks(model: nn.Module, batch: Any) -> AbstractContextManager[None]:
+    return CausalLosses(model).in_chunks(batch)
 
 
 def a_batch(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -22,7 +22,7 @@ from ds_zo.backends import StepOutcome
 from ds_zo.backends.common.caches import Caches
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.recompute.backend import RecomputedBackend
-from ds_zo.backends.recompute.model_blocks import OneBackward, make_blocks
+from ds_zo.backends.recompute.model_blocks import OneBackward
 from ds_zo.config import ConfigError, OptimizerParams, Resolved
 from ds_zo.streaming.units import Unit
 
@@ -64,14 +64,7 @@ class BlockSGD(RecomputedBackend):
         self._is_updated = False
         """Whether `backward` has run since the last step."""
         self._caches = Caches(module)
-        self.blocks = make_blocks(
-            module,
-            config,
-            is_streamed=self.places_parameters(config),
-            param_groups=self.param_groups,
-            device=device,
-            process_group=process_group,
-        )
+        self.make_blocks()
         self._passes = OneBackward(self.blocks, on_block_end=self._end_block)
         self.blocks.wrap(self._passes)
         self.access_weights()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partialmethod
 from typing import Any
 
 import pytest
 
-from ds_zo.backends.recompute.model_blocks import make_blocks
+from ds_zo.backends.recompute.backend import RecomputedBackend
 from ds_zo.config import registry
 from ds_zo.streaming.slot import Slot
 from ds_zo.streaming.transport import LocalCopy, Transport, stored_bytes
@@ -31,7 +31,8 @@ def use_transport(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def use(kind: type[StagedCopy] | None) -> None:
         make = None if kind is None else lambda streams, store: kind(streams)
-        monkeypatch.setattr(block_sgd, "make_blocks", partial(make_blocks, transport=make))
+        made = partialmethod(RecomputedBackend.make_blocks, transport=make)
+        monkeypatch.setattr(block_sgd.BlockSGD, "make_blocks", made, raising=False)
 
     return use
 

@@ -189,7 +189,8 @@ def test_every_flag_can_be_changed_and_restored() -> None:
                     unchanged.discard(name)
     finally:
         STATE.restore(outside)
-    assert unchanged <= {"set_stream", "_cuda_set_cudnn_benchmark_limit"}
+    fixed = {"_set_qengine"} if len(torch._C._supported_qengines()) == 1 else set[str]()  # it depends on the processor
+    assert unchanged <= {"set_stream", "_cuda_set_cudnn_benchmark_limit"} | fixed
     assert STATE.read() == outside
 
 
