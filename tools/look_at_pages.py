@@ -3,34 +3,42 @@
     python tools/look_at_pages.py runs/site
 
 Fails if a page scrolls sideways, if a picture does not load, or if it is shown smaller than LEAST_SHARE of its size.
-Wide tables, code and plots scroll inside the page. Without Chromium (on the PATH, or named by DS_ZO_CHROMIUM) it says
-so and checks nothing.
+Wide tables, code and plots scroll inside the page. Without a Chromium that runs (on the PATH, or named by
+DS_ZO_CHROMIUM) it says so and checks nothing.
 """
 
 from __future__ import annotations
 
-import html
 import json
 import os
-import re
+import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 WIDTHS_PX = (390, 1280)
 LEAST_SHARE = 0.6
 """Width of a picture on the page as a share of its own width. Its letters are too small to read below that."""
 _REDIRECT = 'http-equiv="refresh"'
 """Pages of old addresses have it. They lead to other pages."""
-_OFFLINE = "--disable-background-networking --disable-component-update --disable-sync --disable-quic --no-first-run"
-"""Chromium waits for services that it cannot reach."""
+_OPTIONS = (
+    "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --window-size=1400,1000 --no-first-run "
+    "--no-proxy-server --disable-background-networking --disable-component-update --disable-sync --disable-quic"
+).split()
+_ONLY_HERE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+"""Without it, Chromium waits for services that it cannot reach."""
+_WAIT_S, _NUM_TRIES = 60, 3
+"""Seconds without a report from the browser after which it is started again, and how often it is started."""
 _DRIVER = """<!doctype html><title></title><body><script>
-const seen = [];
 const later = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 async function look(page, width) {
   const frame = document.createElement("iframe");
@@ -41,13 +49,13 @@ async function look(page, width) {
   await loaded;
   await later(20);
   const root = frame.contentDocument.documentElement;
-  seen.push({page, width, sideways: root.scrollWidth - root.clientWidth,
-    pictures: [...root.querySelectorAll("article img")].map((i) => [i.src, i.naturalWidth, i.clientWidth])});
+  const seen = {page, width, sideways: root.scrollWidth - root.clientWidth,
+    pictures: [...root.querySelectorAll("article img")].map((i) => [i.src, i.naturalWidth, i.clientWidth])};
   frame.remove();
+  await fetch("/seen", {method: "POST", body: JSON.stringify(seen)});
 }
 (async () => {
-  for (const page of PAGES) for (const width of WIDTHS) await look(page, width);
-  document.title = JSON.stringify(seen);
+  for (const [page, width] of VIEWS) await look(page, width);
 })();
 </script></body>"""
 
@@ -57,45 +65,79 @@ def browser() -> str | None:
     return os.environ.get("DS_ZO_CHROMIUM") or next(filter(None, map(shutil.which, names)), None)
 
 
-def measured(site: Path, chromium: str) -> list[dict[str, object]]:
-    """What Chromium makes of each page at each width. The site is served on this machine while it looks."""
+def measured(site: Path, chromium: str) -> list[dict[str, Any]]:
+    """What Chromium makes of each page at each width. The site is served on this machine while it looks. A browser that
+    stops is started again for the views that it has not reported. Empty: it does not open a page of this machine."""
     written = (path for path in site.rglob("*.html") if path.name != "404.html")
     pages = sorted(str(path.relative_to(site)) for path in written if _REDIRECT not in path.read_text(encoding="utf-8"))
-    driver = _DRIVER.replace("PAGES", json.dumps(pages)).replace("WIDTHS", json.dumps(WIDTHS_PX))
+    views = [(page, width) for page in pages for width in WIDTHS_PX]
+    reports: queue.Queue[dict[str, Any]] = queue.Queue()
+    seen: dict[tuple[str, int], dict[str, Any]] = {}
+    has_started = threading.Event()
 
     class Handler(SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
             pass
 
         def do_GET(self) -> None:
-            if self.path != "/driver":
-                return super().do_GET()
+            if self.path == "/driver":
+                has_started.set()
+                self._answer(_DRIVER.replace("VIEWS", json.dumps([v for v in views if v not in seen])).encode())
+            else:
+                super().do_GET()
+
+        def do_POST(self) -> None:
+            reports.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self._answer(b"")
+
+        def _answer(self, body: bytes) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(driver.encode())
-            return None
+            self.wfile.write(body)
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(site)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1000", "--dump-dom"]
-        options += [*_OFFLINE.split(), "--virtual-time-budget=600000", f"--user-data-dir={profile}"]
-        address = f"http://127.0.0.1:{server.server_address[1]}/driver"
-        done = subprocess.run([chromium, *options, address], capture_output=True, text=True, timeout=240)
+    for _ in range(_NUM_TRIES):
+        with _running(chromium, f"http://127.0.0.1:{server.server_address[1]}/driver"), suppress(queue.Empty):
+            while len(seen) < len(views):
+                found = reports.get(timeout=_WAIT_S)
+                seen[found["page"], found["width"]] = found
+        if len(seen) == len(views):
+            break
+        print(f"Chromium has reported nothing for {_WAIT_S} s, after {len(seen)} of {len(views)} views")
     server.shutdown()
-    title = re.search(r"<title>(.+?)</title>", done.stdout, flags=re.DOTALL)
-    if title is None:
-        raise SystemExit(f"Chromium showed no pages: {done.stderr[-2000:]}")
-    found: list[dict[str, object]] = json.loads(html.unescape(title[1]))
-    return found
+    if len(seen) < len(views) and has_started.is_set():
+        page, width = next(view for view in views if view not in seen)
+        raise SystemExit(f"{page} at {width} px is not shown: Chromium was started {_NUM_TRIES} times")
+    return list(seen.values())
 
 
-def faults(seen: dict[str, object]) -> list[str]:
+@contextmanager
+def _running(chromium: str, address: str) -> Iterator[None]:
+    """Context in which Chromium shows a page. All its processes are ended on exit."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        command = [chromium, *_OPTIONS, _ONLY_HERE, f"--user-data-dir={profile}", address]
+        done = subprocess.Popen(
+            command,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            yield
+        finally:
+            os.killpg(done.pid, signal.SIGKILL)
+            done.wait()
+
+
+def faults(seen: dict[str, Any]) -> list[str]:
     """What is wrong with one page at one width."""
     at = f"{seen['page']} at {seen['width']} px"
-    found = [f"{at} is {seen['sideways']} px too wide"] if int(str(seen["sideways"])) > 0 else []
-    for source, natural_px, shown_px in seen["pictures"]:  # type: ignore[attr-defined]
+    found = [f"{at} is {seen['sideways']} px too wide"] if seen["sideways"] > 0 else []
+    for source, natural_px, shown_px in seen["pictures"]:
         if not natural_px:
             found.append(f"{at}: {source} does not load")
         elif shown_px < LEAST_SHARE * natural_px:
@@ -109,6 +151,9 @@ def main() -> None:
         print("no Chromium: the pages were not looked at (DS_ZO_CHROMIUM names one)")
         return
     seen = measured(site, chromium)
+    if not seen:
+        print("Chromium opens no page of this machine: the pages were not looked at")
+        return
     wrong = [line for page in seen for line in faults(page)]
     if wrong:
         raise SystemExit("\n".join(wrong))
