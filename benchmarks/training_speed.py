@@ -19,8 +19,8 @@ from benchmarks.methods import Method, method_of
 from benchmarks.slower_link import slower_link
 from benchmarks.training_case import TrainingCase, random_batch, slow_host_row, with_compiled_blocks
 from ds_zo.backends.adapter.backend import AdapterBackend
-from ds_zo.backends.adapter.streamed import StreamedBase
 from ds_zo.backends.lomo.backend import LOMOBackend
+from ds_zo.backends.recompute.model_blocks import RecomputedBlocks
 from ds_zo.backends.zo.backend import ZOBackend
 from ds_zo.backends.zo.store import ZOStore
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
@@ -259,8 +259,9 @@ def _of_backend(run: _Run, measured: Row) -> Row:
         if row["up_gbps"] is not None:
             row["link_busy"] = measured["up_gb_a_step"] / row["up_gbps"] / measured["step_s"]
     blocks = getattr(getattr(run.trainer.engine, "backend", None), "blocks", None)
-    if isinstance(blocks, StreamedBase):
-        row["inputs_gb"] = 0.0 if blocks.host_inputs is None else blocks.host_inputs.nbytes / 1e9
+    if isinstance(blocks, RecomputedBlocks):
+        inputs = blocks.recomputation.host_inputs
+        row["inputs_gb"] = 0.0 if inputs is None else inputs.nbytes / 1e9
     if lsp is not None:
         row |= lsp.footprint()
         if lsp.biases:

@@ -176,7 +176,7 @@ ZO | zero_optimization.offload_param = DROP, ds_zo.stream.device_memory_gb = 24 
 ZO | zero_optimization.offload_param.device = "none", ds_zo.stream.resident_blocks = 2 | needs block streaming
 ZO | ds_zo.stream.wire_dtype = "fp8", zero_optimization = {} | needs block streaming | ds_zo.stream.wire_dtype
 LOMO | ds_zo.stream.writeback_interval = 8 | belongs to ZO & lomo
-LSP | ds_zo.stream.offload_activations = true | belongs to Adapter
+ZO | ds_zo.stream.offload_activations = true | belongs to LOMO, AdaLOMO, LSP and Adapter
 Adapter | ds_zo.stream.wire_dtype = "fp8" | must be auto
 Adapter | optimizer.params.adam_w_mode = false | must be true
 LSP | ds_zo.stream.wire_dtype = "fp8" | the model's fp32 under lsp & "fp8"

@@ -88,8 +88,10 @@ def _trait(name: str) -> Trait:
 
 
 _LOMO_TRAITS = (
-    "streams shards_host shards_device scales_loss clips_gradients updates_in_backward compiles_blocks rounds_by_kahan"
+    "streams offloads_activations shards_host shards_device scales_loss clips_gradients updates_in_backward "
+    "compiles_blocks rounds_by_kahan"
 )
+_LSP_TRAITS = "streams offloads_activations offloads_optimizer scales_loss clips_gradients adamw_rates compiles_blocks"
 _BUILT_IN = (
     _entry(
         "ZO",
@@ -116,7 +118,7 @@ _BUILT_IN = (
         "LSP",
         "ds_zo.backends.lsp.backend:LSPBackend",
         LSPParams,
-        "streams offloads_optimizer scales_loss clips_gradients adamw_rates compiles_blocks".split(),
+        _LSP_TRAITS.split(),
         planner="ds_zo.planner.lsp:estimate_lsp",
     ),
     _entry(

@@ -59,30 +59,26 @@ def _estimate(
 ) -> Estimate:
     trace = traced(checkpointing=offload or checkpointing)
     trained = _trained(model, trace)
-    on_host = scratch = decodings = 0
+    scratch = decodings = 0
     if offload:
         placement = units_of(model, stream, trains_base=False)
         by_matrix = decodes_by_matrix(placement, budget_nbytes=limits.device_nbytes)
         placement.scratch_nbytes = scratch = decoding_nbytes(placement, by_matrix=by_matrix)
-        num_blocks = len(placement.blocks)
-        if stream.offload_activations and trace.block_input_nbytes:  # the inputs of two blocks are on the device
-            on_host = num_blocks * trace.block_input_nbytes
-            trained["activations"] -= max(0, num_blocks - 2) * trace.block_input_nbytes
-        placed = recomputed.place(model, limits, stream, other_nbytes=sum(trained.values()), placement=placement)
+        placed = recomputed.place(model, limits, stream, trace, beside=trained, placement=placement)
         base = "" if stream.frozen_dtype == "auto" else f", base in {stream.frozen_dtype}"
         base += ", decoded matrix by matrix" if by_matrix else ""
         setting = f"{placed.setting}{base}, LoRA of rank {LOW_RANK} trained"
         decodings = 2 if by_matrix else 1
     else:
         setting = f"all on the device, LoRA of rank {LOW_RANK} trained{', checkpointing' if checkpointing else ''}"
-        placed = Placed(setting, model.weights_nbytes)
+        placed = Placed(setting, model.weights_nbytes, trained)
     written = {} if params is None else params.model_dump(exclude_unset=True)
     stored = section_of(limits, stream, offload=offload)
     return Estimate(
         contender="adapter",
         setting=setting,
-        device=parts(weights=placed.weights_nbytes, slots=placed.slots_nbytes, scratch=scratch, **trained),
-        host=parts(weights=placed.store_nbytes, activations=on_host, process=PROCESS_NBYTES),
+        device=parts(weights=placed.weights_nbytes, slots=placed.slots_nbytes, scratch=scratch, **placed.beside),
+        host=parts(weights=placed.store_nbytes, activations=placed.inputs_nbytes, process=PROCESS_NBYTES),
         filling_nbytes=placed.filling_nbytes,
         step_s=recomputed.step_s(
             model,
@@ -90,10 +86,9 @@ def _estimate(
             placed,
             update_at_end_s=_update_s(model),
             decodings=decodings,
-            inputs_nbytes=trace.block_input_nbytes if on_host else 0,
         ),
-        up_nbytes=placed.up_nbytes + on_host,
-        down_nbytes=on_host,
+        up_nbytes=placed.up_nbytes,
+        down_nbytes=placed.inputs_nbytes,
         reduced_nbytes=4 * model.adapters_numel,
         shared=frozenset({"weights"}),
         config=base_config(batch=model.batch, dtype=model.dtype)

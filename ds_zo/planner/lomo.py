@@ -89,21 +89,21 @@ def _estimate(
     trace = model.backward_trace(checkpointing=offload or checkpointing, loss_in_chunks=True)
     beside = {"states": rule.state_nbytes(model), **trace.peak.parts, "workspace": TWO_WORKSPACES_NBYTES}
     if offload:
-        placed = recomputed.place(model, limits, stream, other_nbytes=sum(beside.values()))
+        placed = recomputed.place(model, limits, stream, trace, beside=beside)
     else:
         how = f"all on the device, one backward pass{', checkpointing' if checkpointing else ''}"
-        placed = Placed(how, model.weights_nbytes)
+        placed = Placed(how, model.weights_nbytes, beside)
     written = {} if params is None else params.model_dump(exclude_unset=True)
     lr = starting_rate(rule.contender, num_parameters=model.numel, is_clipped=False).lr
     return Estimate(
         contender=rule.contender,
         setting=placed.setting,
-        device=parts(weights=placed.weights_nbytes, slots=placed.slots_nbytes, **beside),
-        host=parts(weights=placed.store_nbytes, process=PROCESS_NBYTES),
+        device=parts(weights=placed.weights_nbytes, slots=placed.slots_nbytes, **placed.beside),
+        host=parts(weights=placed.store_nbytes, activations=placed.inputs_nbytes, process=PROCESS_NBYTES),
         filling_nbytes=placed.filling_nbytes,
         step_s=recomputed.step_s(model, trace, placed, update=partial(_update, model), sent_back="backward"),
         up_nbytes=placed.up_nbytes,
-        down_nbytes=placed.store_nbytes,
+        down_nbytes=placed.store_nbytes + placed.inputs_nbytes,
         reduced_nbytes=model.weights_nbytes,
         shared=frozenset({"weights"}),
         shards=_shards(model, rule),

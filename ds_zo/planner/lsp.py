@@ -131,11 +131,11 @@ def _estimate(
     setting = f"d = {params.subspace_dim}, {params.nonzeros_per_row} non-zeros a row, Adam on the CPU"
     notes = ["activations include the last gradient of those alive", "step by Eq. 4 of the LSP paper"]
     if offload:
-        placed = recomputed.place(model, limits, stream, other_nbytes=sum(beside.values()))
+        placed = recomputed.place(model, limits, stream, trace, beside=beside)
         setting = f"{setting}; {placed.setting}"
         notes.append("blocks stream on one rank only; the estimate of GPU memory has not been compared with a run")
     else:
-        placed = Placed("", model.weights_nbytes)
+        placed = Placed("", model.weights_nbytes, beside)
     compute_s = recomputed.step_s(
         model,
         trace,
@@ -148,9 +148,10 @@ def _estimate(
     return Estimate(
         contender="lsp",
         setting=setting,
-        device=parts(weights=placed.weights_nbytes, slots=placed.slots_nbytes, **beside),
+        device=parts(weights=placed.weights_nbytes, slots=placed.slots_nbytes, **placed.beside),
         host=parts(
             weights=placed.store_nbytes,
+            activations=placed.inputs_nbytes,
             states=8 * moved_numel,
             payload=2 * moved,
             process=PROCESS_NBYTES + BACKWARD_NBYTES + ADAM_THREADS_NBYTES,
@@ -159,7 +160,7 @@ def _estimate(
         step_s=step_s,
         divided_s=step_s - compute_s,
         up_nbytes=moved + placed.up_nbytes,
-        down_nbytes=moved + placed.store_nbytes,
+        down_nbytes=moved + placed.store_nbytes + placed.inputs_nbytes,
         sharded=frozenset({"states"}),
         streams_on_one_rank=offload,
         reduced_nbytes=4 * (moved_numel + counts.vector_numel),

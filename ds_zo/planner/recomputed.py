@@ -6,8 +6,8 @@ is trained is downloaded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ds_zo.config.section import StreamConfig
@@ -28,6 +28,8 @@ class Placed:
     setting: str
     weights_nbytes: int
     """Bytes of weights that stay on the device."""
+    beside: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of the other parts of device memory, slots and scratch aside."""
     placement: Placement | None = None
     """None: the whole model stays on the device."""
     blocks: Sequence[int] = ()
@@ -39,24 +41,38 @@ class Placed:
     filling_nbytes: int = 0
     """See `Estimate`."""
     up_nbytes: int = 0
+    """Bytes that are uploaded in a step, inputs of blocks included."""
+    inputs_nbytes: int = 0
+    """Bytes of all blocks' inputs in host memory. As many are copied there in a step, and back."""
 
 
 def place(
-    model: Model, limits: Limits, stream: StreamConfig, *, other_nbytes: int, placement: Placement | None = None
+    model: Model,
+    limits: Limits,
+    stream: StreamConfig,
+    trace: Trace,
+    *,
+    beside: Mapping[str, int],
+    placement: Placement | None = None,
 ) -> Placed:
-    """Keeps as many blocks on the device as fit. `other_nbytes`: device memory that is neither weights, slots nor
-    scratch. `placement`: None: all parameters are trained, and there is no scratch."""
+    """Keeps as many blocks on the device as fit. `beside`: the parts of device memory that are neither weights, slots
+    nor scratch, with the inputs of all blocks among `activations`. `placement`: None: all parameters are trained, and
+    there is no scratch."""
     if placement is None:
         placement = units_of(model, stream, trains_base=True)
         placement.scratch_nbytes = 0
     num_blocks = len(placement.blocks)
     num_slots = stream.device_slots
+    on_host = num_blocks * trace.block_input_nbytes if stream.offload_activations else 0
+    if on_host:  # the inputs of two blocks are on the device
+        saved = max(0, num_blocks - 2) * trace.block_input_nbytes
+        beside = {**beside, "activations": beside["activations"] - saved}
 
     def needed(num_resident: int) -> DeviceBytes:
         sizes = device_bytes(placement, num_resident=num_resident, num_slots=num_slots)
         return replace(sizes, scratch=placement.scratch_nbytes)
 
-    stay = num_resident(placement, limits, stream, needed, other_nbytes=other_nbytes)
+    stay = num_resident(placement, limits, stream, needed, other_nbytes=sum(beside.values()))
     there = needed(stay)
     stays = evenly_spaced(num_blocks, stay)
     blocks = [i for i in range(num_blocks) if i not in stays]
@@ -68,13 +84,15 @@ def place(
     return Placed(
         setting=f"{len(blocks)} of {num_blocks} blocks streamed, recomputed from their inputs",
         weights_nbytes=there.non_blocks + there.blocks,
+        beside=beside,
         placement=placement,
         blocks=blocks,
         num_slots=num_slots,
         slots_nbytes=there.slots,
         store_nbytes=store,
         filling_nbytes=sum(u.nbytes for u in placement.blocks) - store if stay_later else 0,
-        up_nbytes=2 * store - still_there,
+        up_nbytes=2 * store - still_there + on_host,
+        inputs_nbytes=on_host,
     )
 
 
@@ -87,19 +105,18 @@ def step_s(
     sent_back: Literal["forward", "backward"] | None = None,
     update_at_end_s: float = 0.0,
     decodings: int = 0,
-    inputs_nbytes: int = 0,
 ) -> float:
     """Seconds of a step, from the schedule of its two passes where blocks stream.
 
     `update` returns the cost of updating so many elements in so many parameters. `sent_back`: the pass in which blocks
     are updated and downloaded. `update_at_end_s`: an update after both passes. `decodings`: how often the backward pass
-    decodes a block; the forward pass does once, if this is not 0. `inputs_nbytes`: a block's inputs, which the backward
-    pass uploads."""
+    decodes a block; the forward pass does once, if this is not 0."""
     num_all = sum(1 for _ in model.module.parameters())
     if placed.placement is None:
         return trace.forward.seconds + (trace.backward + update(model.numel, num_all)).seconds + update_at_end_s
     rates, units = model.rates, placed.placement.blocks
     num_blocks = len(units)
+    input_nbytes = placed.inputs_nbytes // max(1, num_blocks)
     share = (trace.backward - trace.non_blocks * 2.0) * (1.0 / max(1, num_blocks))
     alone_s, together_s = (1 / (gbps * 1e9) for gbps in (rates.link_up_gbps, rates.link_duplex_gbps))
     forward_s = together_s if sent_back == "forward" else alone_s
@@ -114,7 +131,7 @@ def step_s(
         later = num_blocks + i
         seconds[later, Kind.COMPUTE] = (share + update(numel, num_parameters)).seconds + decodings * decode_s
         seconds[i, Kind.UPLOAD] = seconds[i, Kind.DOWNLOAD] = unit.nbytes * forward_s
-        seconds[later, Kind.UPLOAD] = (unit.nbytes + inputs_nbytes) * backward_s
+        seconds[later, Kind.UPLOAD] = (unit.nbytes + input_nbytes) * backward_s
         seconds[later, Kind.DOWNLOAD] = unit.nbytes * backward_s
     outside = update(model.numel - in_blocks, num_all - num_inside)
     seconds[pricing.NON_BLOCKS, Kind.COMPUTE] = (trace.non_blocks * 3.0 + outside).seconds + update_at_end_s

@@ -74,10 +74,12 @@ def run_zo(streams: bool, num_steps: int, width: int, *, dtype: str | None = "bf
     return train(json, num_steps, width, masters_of)
 
 
-def run_lomo(streams: bool, num_steps: int, width: int, *, clipping: float = 0.0, kind: str = "LOMO") -> Weights:
+def run_lomo(
+    streams: bool, num_steps: int, width: int, *, clipping: float = 0.0, kind: str = "LOMO", **stream: Any
+) -> Weights:
     json = config_for(kind, lr=0.01, clipping=clipping, **BF16)
     if streams:
-        json |= {"zero_optimization": {"stage": 0, **STREAMED}, "ds_zo": {"stream": {"resident_blocks": 1}}}
+        json |= {"zero_optimization": {"stage": 0, **STREAMED}, "ds_zo": {"stream": {"resident_blocks": 1, **stream}}}
     return train(json, num_steps, width)
 
 
@@ -111,7 +113,7 @@ RUNS: dict[str, Callable[..., Weights]] = {
     "ZO with low planes": run_zo,
     "ZO in float32": lambda *args: run_zo(*args, dtype=None),
     "LOMO": run_lomo,
-    "LOMO in two passes": lambda *args: run_lomo(*args, clipping=0.5),
+    "LOMO in two passes": lambda *args: run_lomo(*args, clipping=0.5, offload_activations=True),
     "AdaLOMO": lambda *args: run_lomo(*args, kind="AdaLOMO"),
     "LSP": run_lsp,
     "LSP without projectors": lambda *args: run_lsp(*args, projector="none"),

@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
     "streamed": streamed(clipping=0.5, stream=STAYS_OUT),
     "streamed, grouped": streamed(clipping=0.5, params=GROUPED, stream=STAYS_OUT),
     "streamed adalomo": streamed("AdaLOMO", lr=1e-2, stream=STAYS_OUT),
+    "streamed, inputs on the host": streamed(clipping=0.5, stream={**STAYS_OUT, "offload_activations": True}),
     "streamed bf16": streamed(lr=1e-2, bf16={"enabled": True}, stream=STAYS_OUT),
 }
 if torch.cuda.is_available():

@@ -141,14 +141,16 @@ def test_zo_moves_the_planned_bytes() -> None:
 
 @pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
 def test_streamed_lomo_takes_and_moves_the_planned_bytes(kind: Any) -> None:
-    stream = {"resident_blocks": 1}
+    stream = {"resident_blocks": 1, "offload_activations": True}
     estimate = {"LOMO": estimate_lomo, "AdaLOMO": estimate_adalomo}[kind]
     plan = estimate(planned("llama", **DEEP), Limits(), stream=StreamConfig(**stream), offload=True)
     engine = start("llama", kind, shape=DEEP, **streams(stream))
     block_store = engine.backend.blocks.store
     assert_stored_as_planned(plan, block_store)
     one_step(engine)
-    assert_moves_as_planned(plan, engine, block_store.runtime)
+    inputs = engine.backend.blocks.recomputation.host_inputs.nbytes
+    assert plan.host["activations"] == inputs > 0
+    assert_moves_as_planned(plan, engine, block_store.runtime, besides=inputs)
 
 
 @pytest.mark.parametrize("edge", ["lsp", "freeze", "dense"])
@@ -200,4 +202,4 @@ def test_adapter_takes_the_planned_bytes_on_both_sides() -> None:
     assert plan.device["adapters"] == trained + engine.backend._trained.nbytes
     moments = [state[key] for state in engine.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
     assert plan.device["states"] == sum(moment.nbytes for moment in moments)
-    assert plan.host["activations"] >= engine.backend.blocks.host_inputs.nbytes > 0
+    assert plan.host["activations"] >= engine.backend.blocks.recomputation.host_inputs.nbytes > 0

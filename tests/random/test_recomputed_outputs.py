@@ -79,19 +79,20 @@ class Net(nn.Module):
 
 
 def engine_of(rng: random.Random, model: nn.Module) -> Any:
-    backend = rng.choice(["lomo", "lomo clipped", "lsp", "adapter", "adapter, inputs on the host"])
+    backend = rng.choice(["lomo", "lomo clipped", "lsp", "adapter"])
     dtype = rng.choice([torch.float32, torch.bfloat16])
     bf16 = {"bf16": {"enabled": dtype is torch.bfloat16}}
     model.to(dtype)
-    print(backend, dtype)
+    stream: dict[str, Any] = {"offload_activations": rng.random() < 0.5}
+    print(backend, dtype, stream)
     if backend.startswith("lomo"):
-        return start(streamed(clipping=1.0 if "clipped" in backend else 0.0, lr=1e-3, **bf16), model)
+        return start(streamed(clipping=1.0 if "clipped" in backend else 0.0, lr=1e-3, stream=stream, **bf16), model)
     if backend == "lsp":
         place = {**CPU, "offload_param": {"device": "cpu"}}
-        return start(lsp_json(zero_optimization=place, lr=1e-4, **bf16), model)
+        return start(lsp_json(zero_optimization=place, ds_zo={"stream": stream}, lr=1e-4, **bf16), model)
     for layer in model.layers:
         layer.inside.requires_grad_(False)
-    return start_adapter(model, adapter_json(offload_activations="host" in backend, resident_blocks=0, **bf16))
+    return start_adapter(model, adapter_json(resident_blocks=0, **stream, **bf16))
 
 
 def steps(engine: Any, seed: int, num: int) -> None:

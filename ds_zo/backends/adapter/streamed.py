@@ -19,7 +19,6 @@ from ds_zo.backends.adapter.matrix_decoding import attach, detach, placeholders
 from ds_zo.backends.adapter.trained import resident_ids
 from ds_zo.backends.common.frozen_format import plan_frozen_format
 from ds_zo.backends.common.startup import formats_of
-from ds_zo.backends.recompute.host_inputs import HostInputs
 from ds_zo.backends.recompute.model_blocks import RecomputedBlocks
 from ds_zo.backends.recompute.recomputation import Recomputation, make_block_store
 from ds_zo.config import Resolved
@@ -75,19 +74,10 @@ class StreamedBase(RecomputedBlocks):
             placement=placement,
         )
         scratch = torch.empty(placement.scratch_nbytes, dtype=torch.uint8, device=device)
-        self.host_inputs = (
-            HostInputs(store.streams, pin=config.pin_memory) if config.section.stream.offload_activations else None
-        )
         formats, decoded = formats_of(placement.blocks), " and decoded matrix by matrix" if by_matrix else ""
         super().__init__(
             module,
-            Recomputation(
-                module,
-                store,
-                preparation=Decoding(scratch, by_matrix=by_matrix),
-                forwards_per_step=config.gradient_accumulation_steps,
-                host_inputs=self.host_inputs,
-            ),
+            Recomputation(module, store, config, preparation=Decoding(scratch, by_matrix=by_matrix)),
             stored_as=f", blocks stored as {formats}{decoded}" if formats else "",
             fills_after="the second step",
         )
@@ -110,8 +100,3 @@ class StreamedBase(RecomputedBlocks):
                             f"{part.stored_as}, which cannot be trained: unfreeze it before initialize and give it to "
                             "the optimizer, or freeze it again"
                         )
-
-    def close(self) -> None:
-        super().close()
-        if self.host_inputs is not None:
-            self.host_inputs.close()

@@ -49,12 +49,7 @@ class RecomputedBackend(Backend):
             process_group=self.process_group,
             transport=transport,
         )
-        recomputation = Recomputation(
-            module,
-            store,
-            preparation=preparation or Preparation(),
-            forwards_per_step=config.gradient_accumulation_steps,
-        )
+        recomputation = Recomputation(module, store, config, preparation=preparation or Preparation())
         self.blocks = RecomputedBlocks(module, recomputation, compiler=compiler)
 
     def access_weights(

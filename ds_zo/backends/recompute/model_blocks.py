@@ -133,6 +133,7 @@ class RecomputedBlocks(ModelBlocks):
         super().close()
         for block in self.wrapped:
             block.close()
+        self.recomputation.close()
 
     @contextmanager
     def forward(self, call: Mapping[str, Any], *, downloads: Collection[Unit] = ()) -> Iterator[None]:

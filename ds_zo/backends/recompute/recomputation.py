@@ -87,18 +87,18 @@ class Recomputation:
         self,
         module: nn.Module,
         store: BlockStore,
+        config: Resolved,
         *,
         preparation: Preparation,
-        forwards_per_step: int,
-        host_inputs: HostInputs | None = None,
     ) -> None:
-        """`host_inputs`: where inputs of blocks are kept until the backward. None: on the device."""
         self.store = store
         self.device = store.device
-        self.output_check = OutputCheck(store.device, forwards_per_step=forwards_per_step)
+        self.output_check = OutputCheck(store.device, forwards_per_step=config.gradient_accumulation_steps)
+        on_host = config.section.stream.offload_activations
+        self.host_inputs = HostInputs(store.streams, pin=config.pin_memory) if on_host else None
+        """Where inputs of blocks are kept until the backward. None: on the device."""
         self._module = module
         self._preparation = preparation
-        self._host_inputs = host_inputs
         self._checked_modes: set[bool] = set()
         """Whether gradients were on in the forwards that were checked for weights used outside of their blocks."""
 
@@ -137,7 +137,11 @@ class Recomputation:
 
     def saving_inputs(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Context in which autograd saves the input tensors of one call of a block."""
-        return nullcontext() if self._host_inputs is None else self._host_inputs.saving(tensors)
+        return nullcontext() if self.host_inputs is None else self.host_inputs.saving(tensors)
+
+    def close(self) -> None:
+        if self.host_inputs is not None:
+            self.host_inputs.close()
 
 
 def refuse_router_logits(module: nn.Module, call: Mapping[str, Any] | None = None) -> None:

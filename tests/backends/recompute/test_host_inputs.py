@@ -1,27 +1,80 @@
-"""Inputs of blocks on the host: copies and kernels that touch the same bytes are ordered, checked with clocks."""
+"""Inputs of blocks on the host: the bits of inputs on the device, in copies that are ordered with all kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
+import deepspeed
 import pytest
 import torch
 from torch import nn
 
+from ds_zo.backends.common import chunked_head
 from ds_zo.backends.recompute.host_inputs import HostInputs, KeptInput
 from ds_zo.streaming.streams import InlineStreams
 from tests.helpers.adapter_runs import adapted, adapter_json, batches, start, train
+from tests.helpers.lomo_runs import lively, streamed
+from tests.helpers.lsp_runs import CPU, lsp_json
 from tests.helpers.stream_clocks import Buffer, Races, buffers_of, clocked
+from tests.helpers.tiny_models import VOCAB
+from tests.helpers.weights import Weights, assert_equal, parameters_of
 
 pytestmark = pytest.mark.usefixtures("single_process")
+
+
+def lsp_streamed(*, stream: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {
+        **lsp_json(**more),
+        "zero_optimization": {**CPU, **streamed()["zero_optimization"]},
+        "ds_zo": {"stream": stream},
+    }
+
+
+JSONS: dict[str, Callable[..., dict[str, Any]]] = {
+    "LOMO": streamed,
+    "LOMO in two passes": partial(streamed, clipping=0.5),
+    "LOMO by group": partial(streamed, clipping=0.5, params={"norm_scope": "group"}),
+    "AdaLOMO": partial(streamed, "AdaLOMO", lr=1e-2, clipping=0.5),
+    "LSP, several backwards": partial(lsp_streamed, clipping=0.1, params={"schedule": "sync"}),
+    "LSP accumulated": partial(lsp_streamed, gradient_accumulation_steps=2),
+    "adapter accumulated, several backwards": lambda *, stream: adapter_json(
+        own=False, gradient_accumulation_steps=2, **stream
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JSONS)
+def test_inputs_on_the_host_change_no_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With head and loss in chunks. The second passes of a graph that is kept fetch the inputs again."""
+    monkeypatch.setattr(chunked_head, "HEAD_CHUNK_NUMEL", 3 * VOCAB)
+    runs: list[tuple[list[float], Weights]] = []
+    for on_host in (False, True):
+        json = JSONS[name](stream={"resident_blocks": 1, "offload_activations": on_host})
+        model = adapted() if "adapter" in name else lively("llama")
+        engine: Any = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=json)[0]
+        losses = []
+        for batch in batches(4):
+            loss = engine(**batch).loss
+            if "several" in name:
+                engine.backward(loss, retain_graph=True)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        inputs = engine.backend.blocks.recomputation.host_inputs
+        assert inputs.nbytes > 0 if on_host else inputs is None
+        runs.append((losses, parameters_of(engine)))
+        engine.destroy()
+    assert runs[0][0] == runs[1][0] and len(set(runs[0][0])) > 1
+    assert_equal(runs[1][1], runs[0][1])
 
 
 def races_of(monkeypatch: pytest.MonkeyPatch, *, deaf: Collection[tuple[str, str]] = ()) -> Races:
     with clocked(deaf=deaf):
         engine: Any = start(adapted(num_hidden_layers=4), adapter_json(offload_activations=True, frozen_dtype="nf4"))
     store = engine.backend.blocks.store
-    inputs = engine.backend.blocks.host_inputs
+    inputs = engine.backend.blocks.recomputation.host_inputs
     on_device: list[torch.Tensor] = []
     upload = KeptInput.upload
 
