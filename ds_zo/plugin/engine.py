@@ -18,9 +18,9 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed.comm as dist
 import torch
@@ -354,6 +354,42 @@ class PluginEngine(CheckpointingEngine):
             self._count_outcome()
             super().step(lr_kwargs)
             self._raise_background_error()
+
+    def zo_step(
+        self,
+        batch: Mapping[str, Any] | Sequence[Any],
+        objective: Callable[[Any, Any], Any] | None = None,
+        *,
+        minimise: bool = False,
+        on_error: float | Literal["raise"] = "raise",
+    ) -> torch.Tensor:
+        """Makes one step of ZO: forward, `backward` and `step` in one call. Returns the mean score of the forward's
+        passes on this rank, or their mean loss.
+
+        `batch`: the model's keywords, or a tuple of its positional arguments. `objective(outputs, batch)` returns one
+        number, or one for each sequence, which are averaged. ZO maximises it, or minimises it with `minimise`. It needs
+        no gradient. It is called for every pass, inside which the outputs are valid. Without it, ZO minimises the loss
+        that the model returns. `on_error`: if the objective raises or returns NaN, this number is the score; "raise":
+        no step is made, and an error is raised.
+        """
+        self._check_trains("engine.zo_step")
+        if not isinstance(batch, (Mapping, tuple, list)):
+            raise TypeError(
+                "engine.zo_step needs a batch that is a mapping of keywords or a tuple of arguments, got "
+                f"{type(batch).__name__}: put it into a tuple"
+            )
+        args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (tuple(batch), {})
+        with torch.enable_grad():
+            with self.backend.scored_by(objective, minimise=minimise, on_error=on_error):
+                loss: torch.Tensor = self(*args, **kwargs)
+            self.backward(loss)
+            self.step()
+        return loss.detach() if objective is None or minimise else -loss.detach()
+
+    @property
+    def failed_scores(self) -> int:
+        """Number of scores, on all ranks, for which `on_error` of `zo_step` has stood in this engine."""
+        return self.backend.num_failed_scores
 
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         loss = self._window_loss  # taken first, because a backend's step may call `zero_grad` of the module

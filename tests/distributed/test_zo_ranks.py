@@ -25,6 +25,7 @@ from tests.helpers.zo_rank_cases import (
     failed_backward,
     from_folder,
     machines,
+    objective,
     refusal,
     resumed_random_states,
     storages,
@@ -175,6 +176,20 @@ def test_a_rank_whose_backward_raised_makes_the_step_with_the_others(tmp_path: P
     rows = list(csv.reader(next(tmp_path.rglob("*train_loss.csv")).open()))[1:]
     means = [(a + b) / 2 for a, b in zip(first["losses"], last["losses"], strict=True)]
     assert [float(value) for _, value in rows] == pytest.approx([means[0], first["losses"][1], means[2]])
+
+
+@pytest.mark.parametrize(
+    ("stage", "params"), [(0, {}), (3, {"num_directions": 2}), (0, {"num_directions": 2, "direction_parallel": 2})]
+)
+def test_all_ranks_make_a_step_by_a_score_or_none_does(stage: int, params: dict[str, Any]) -> None:
+    first, last = job(objective, 2, stage, params)
+    assert first["by score"] == last["by score"] == first["by loss"] == last["by loss"]
+    assert "made no step, because the objective failed on another rank" in first["error"]
+    assert "made no step, because the objective returned NaN" in last["error"]
+    num_own_directions = params.get("num_directions", 1) // params.get("direction_parallel", 1)
+    assert first["failed"] == last["failed"] == 2 * num_own_directions
+    assert first["steps"] == last["steps"] == NUM_STEPS + 1
+    assert first["last"] == last["last"]
 
 
 def test_each_rank_of_a_resumed_training_has_its_own_random_states(tmp_path: Path) -> None:

@@ -390,6 +390,33 @@ def failed_backward(rank: int, folder: Path) -> dict[str, Any]:
     return {"losses": losses, "digest": digest(made)}
 
 
+def objective(rank: int, stage: int, params: dict[str, Any]) -> dict[str, Any]:
+    """Steps by the loss, and by minus the loss as a score. In the third one the last rank's score fails once."""
+    from tests.helpers.zo_runs import one_step
+
+    num_ranks = dist.get_world_size()
+    batches = [mine(batch, index=rank, of=num_ranks) for batch in global_batches()]
+    found: dict[str, Any] = {"by loss": [], "by score": []}
+    by_loss, by_score = (engine(json_for(stage=stage, params=params)) for _ in range(2))
+    for batch in batches:
+        one_step(by_loss, batch)
+        found["by loss"].append(digest(by_loss))
+
+    def fails(output: Any, batch: Any) -> Any:
+        return float("nan") if rank == num_ranks - 1 else -output
+
+    for step, batch in enumerate(batches):
+        if step == 2:
+            try:
+                by_score.zo_step(batch, fails)
+            except RuntimeError as error:
+                found["error"] = str(error)
+        by_score.zo_step(batch, lambda output, batch: -output)
+        found["by score"].append(digest(by_score))
+    by_score.zo_step(batches[0], fails, on_error=-3.0)
+    return {**found, "failed": by_score.failed_scores, "steps": by_score.global_steps, "last": digest(by_score)}
+
+
 def bits(engine: Any) -> dict[str, Any]:
     """Everything a run consists of."""
     from tests.helpers.checkpoint_runs import planes

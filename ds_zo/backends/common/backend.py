@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -68,6 +69,7 @@ class TrainingStep(ABC):
     """The half of a backend's interface that trains: it computes the loss and gradients, and updates the weights."""
 
     module: nn.Module
+    config: Resolved
     optimizer: torch.optim.Optimizer
     process_group: Any
     accumulates: ClassVar[bool] = True
@@ -80,6 +82,9 @@ class TrainingStep(ABC):
     scales_loss: bool = False
     """True: `backward` multiplies the loss by a scale, and `step` divides the gradients by it. The engine then refuses
     a direct `loss.backward()`, which does not multiply. A backend that refuses it itself leaves this False."""
+
+    num_failed_scores: int = 0
+    """Number of scores that `on_error` of `engine.zo_step` has stood for."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -98,6 +103,15 @@ class TrainingStep(ABC):
         `accumulates` is False updates the weights here.
         """
         loss.backward(retain_graph=retain_graph)
+
+    def scored_by(self, objective: Any, *, minimise: bool, on_error: Any) -> AbstractContextManager[None]:
+        """Context of a training forward that returns its loss alone. With an objective, the loss is the negated score
+        of the outputs. `engine.zo_step` calls it, and only ZO has it."""
+        raise RuntimeError(
+            'engine.zo_step needs the optimizer "ZO", the only one that trains without gradients, got '
+            f'"{entry_of(self.config.backend).optimizer_type}": set it, or call engine(...), engine.backward and '
+            "engine.step instead (optimizer.type)"
+        )
 
     def average_gradients(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
         """Replaces `grad` of every trainable parameter by its mean over the data-parallel ranks. An update that reads

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,7 @@ from ds_zo.backends.zo.pass_inputs import PassInputs
 from ds_zo.backends.zo.passes import TrainingPasses
 from ds_zo.backends.zo.ranks import Ranks
 from ds_zo.backends.zo.replayed_weights import ReplayedWeights
+from ds_zo.backends.zo.scoring import Objective, Scoring
 from ds_zo.backends.zo.store import ZOStore
 from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
@@ -108,6 +109,8 @@ class ZOBackend(Backend):
         self._tied_outputs_logged = self._narrow_loss_logged = False
         self._models_with_causal_loss = models_with_causal_loss(module)
         self._caches = Caches(module)
+        self._scoring: Scoring | None = None
+        """What makes the losses of the present forward; None: the model."""
 
     @classmethod
     def places_parameters(cls, config: Resolved) -> bool:
@@ -124,6 +127,10 @@ class ZOBackend(Backend):
             if trains:
                 self._passes.recover()
             if not (trains and torch.is_grad_enabled()):
+                if self._scoring is not None:
+                    raise RuntimeError(
+                        "engine.zo_step needs a model in train mode, got one in eval mode: call engine.train() first"
+                    )
                 return self.module(*args, **kwargs)
             with self.weights_by_name.unwatched():
                 self._activations.unmark()
@@ -136,14 +143,17 @@ class ZOBackend(Backend):
 
     def _training_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the passes and returns the last pass's output, its losses replaced by differentiable means over the
-        passes."""
+        passes. Inside `scored_by`, returns the mean loss alone."""
         self._model_check.check(self.param_groups)
         args, kwargs = self.ranks.shared_batch(args, kwargs)
         self.store.materialiser.begin_forward()
         inputs = PassInputs(args, kwargs, copies=self._passes.profile.writes_inputs)
         with self._step_settings():
             results = self._passes.run(
-                inputs, generators=self._model_check.generators, trained=self._model_check.trained
+                inputs,
+                generators=self._model_check.generators,
+                trained=self._model_check.trained,
+                scoring=self._scoring,
             )
         output, passes = results[-1][0], [tensors for _, tensors in results]
         tied = tie(
@@ -152,9 +162,9 @@ class ZOBackend(Backend):
             accumulate=partial(self._accumulate, self.store.log.length),
             inputs=[x for x in inputs.requiring_grad() if x not in self._trained_parameters],
         )
-        if loss_of(output) is not None:
+        if self._scoring is not None or loss_of(output) is not None:
             self._warn_of_narrow_loss(passes[0][0].dtype)
-            return with_losses(output, tied)
+            return with_losses(output, tied) if self._scoring is None else tied[0]
         if not self._tied_outputs_logged:
             self._tied_outputs_logged = True
             show(
@@ -165,13 +175,24 @@ class ZOBackend(Backend):
         return with_floats(output, tied)
 
     def _warn_of_narrow_loss(self, dtype: torch.dtype) -> None:
-        """Warns once if the loss has fewer than 32 bits."""
+        """Warns once if the loss or the score has fewer than 32 bits."""
         if dtype.itemsize < 4 and not self._narrow_loss_logged:
             self._narrow_loss_logged = True
             logger.warning(
                 f"ds_zo: ZO learns from the difference of two losses, and in {dtype} most such losses are equal, so no "
-                "step would be made: compute the loss in float32 in the model's forward"
+                "step would be made: compute the loss in float32 in the model's forward, or the score in the objective"
             )
+
+    @contextmanager
+    def scored_by(
+        self, objective: Objective | None, *, minimise: bool, on_error: float | Literal["raise"]
+    ) -> Iterator[None]:
+        self._scoring = Scoring(objective, minimise=minimise, on_error=on_error, ranks=self.ranks)
+        try:
+            yield
+            self.num_failed_scores += self._scoring.num_failed
+        finally:
+            self._scoring = None
 
     def _perturb_every_row(self, units: Sequence[Unit]) -> None:
         """Perturbs also the padding rows of these units. A weight that is used outside its module, such as a tied

@@ -29,6 +29,15 @@ class PassInputs:
         made: tuple[tuple[Any, ...], dict[str, Any]] = self._build(map(self._own, self._leaves))
         return made
 
+    def batch(self) -> Any:
+        """The batch of `engine.zo_step`: a tuple of positional arguments, or a dict of keywords."""
+        args, kwargs = self.fresh()
+        return args or kwargs
+
+    def num_sequences(self) -> int | None:
+        """The length of the first tensor that has dimensions; None if there is no such tensor."""
+        return next((len(x) for x in self._leaves if isinstance(x, torch.Tensor) and x.ndim), None)
+
     def _own(self, leaf: Any) -> Any:
         return leaf.clone() if self.copies and isinstance(leaf, torch.Tensor) else leaf
 

@@ -36,22 +36,28 @@ class PassRunner:
         self.working_copies.bind_pass_long(index)
         self.pass_state.switch(index)
 
-    def run(self, calls: Calls) -> list[Any]:
-        """Runs all passes and returns their results."""
+    def run(self, calls: Calls, *, check: Callable[[], None] = lambda: None) -> list[Any]:
+        """Runs all passes and returns their results. `check` is called after the last pass. If it raises, the module's
+        state is restored."""
         if self.interleave:
             try:
                 with self.working_copies.training_pass(), self.pass_state.in_passes(), torch.no_grad():
-                    return self.lockstep.together(calls, self.working_copies.ready)
+                    results = self.lockstep.together(calls, self.working_copies.ready)
+                    check()
+                    return results
             except CannotInterleave as reason:
                 self.interleave = False
                 logger.warning(
                     "ds_zo: from now on this forward runs one pass after the other, and each pass uploads every block, "
                     f"because {reason}"
                 )
-        return self.one_by_one(calls)
+        return self.one_by_one(calls, check=check)
 
-    def one_by_one(self, calls: Calls, *, last_first: bool = False) -> list[Any]:
-        """Runs the passes one after the other, each from the same module state and random state."""
+    def one_by_one(
+        self, calls: Calls, *, last_first: bool = False, check: Callable[[], None] = lambda: None
+    ) -> list[Any]:
+        """Runs the passes one after the other, each from the same module state and random state. `check`: as in
+        `run`."""
         start = SavedState.of(self.module, tensors=False)
 
         def run_alone(index: int, call: Callable[[], Any]) -> Any:
@@ -62,4 +68,6 @@ class PassRunner:
 
         with self.pass_state.in_passes():
             alone = [partial(run_alone, i, call) for i, call in enumerate(calls)]
-            return self.lockstep.one_by_one(alone, last_first=last_first)
+            results = self.lockstep.one_by_one(alone, last_first=last_first)
+            check()
+            return results

@@ -18,6 +18,7 @@ from ds_zo.backends.zo.pass_inputs import PassInputs
 from ds_zo.backends.zo.pass_runner import PassRunner
 from ds_zo.backends.zo.pass_state import PassState
 from ds_zo.backends.zo.probe import ForwardProfile, Probe
+from ds_zo.backends.zo.scoring import Scoring
 from ds_zo.backends.zo.store import ZOStore
 from ds_zo.backends.zo.working_copies import WorkingCopies
 from ds_zo.streaming.units import Unit
@@ -54,9 +55,17 @@ class TrainingPasses:
         """How often a step uploads each block."""
         return 1 if self.runner.interleave else self._num_passes
 
-    def run(self, inputs: PassInputs, *, generators: Sequence[Any], trained: frozenset[int]) -> list[Any]:
+    def run(
+        self,
+        inputs: PassInputs,
+        *,
+        generators: Sequence[Any],
+        trained: frozenset[int],
+        scoring: Scoring | None = None,
+    ) -> list[Any]:
         """Runs the passes of one forward. Returns, for each pass, its output (None but for the last) and the tensors to
-        difference. `generators`: the random generators of the model. `trained`: ids of the trained parameters."""
+        difference. `generators`: the random generators of the model. `trained`: ids of the trained parameters. With
+        `scoring`, there are no outputs, and each pass has one tensor to difference: the loss that `scoring` returns."""
         self._lockstep.track_generators([*generators, *inputs.generators()])
         calls = [partial(self._one_pass, i, inputs) for i in range(self._num_passes)]
         mode = trained, tuple(m.training for m in self._modules)
@@ -64,18 +73,34 @@ class TrainingPasses:
         if is_new := mode not in profile.modes:
             profile = self._probe.look(calls, inputs, mode=mode, profile=profile)
         with self._activations.watched(inputs.without_grad, is_new_mode=is_new):
-            results = self.runner.run(calls)
+            results = self.runner.run(calls) if scoring is None else self._scored(inputs, scoring)
         if is_new:
             self.runner.pass_state.forget_hooks()
             self.profile = replace(profile, places=profile.places.without_hooks())
         return results
 
+    def _scored(self, inputs: PassInputs, scoring: Scoring) -> list[Any]:
+        """Runs the passes and returns their losses. After an error, the random states are as before."""
+        randomness = self._lockstep.snapshot()
+        calls = [partial(self._scored_pass, i, inputs, scoring) for i in range(self._num_passes)]
+        try:
+            return self.runner.run(calls, check=scoring.check)
+        except Exception:
+            self._lockstep.set_snapshot(randomness)
+            raise
+
+    def _scored_pass(self, index: int, inputs: PassInputs, scoring: Scoring) -> tuple[None, list[torch.Tensor]]:
+        return None, [scoring.loss(index, self._output(inputs), inputs)]
+
     def _one_pass(self, index: int, inputs: PassInputs) -> tuple[Any, list[torch.Tensor]]:
         """Runs pass `index`, and returns its output and the tensors to difference. The output is None except for the
         last pass: the logits of the others would stay in memory."""
-        args, kwargs = inputs.fresh()
-        with torch.no_grad():
-            output = self._module(*args, **kwargs)
+        output = self._output(inputs)
         # Cloned, because callers multiply losses in place.
         kept = [t.detach().clone() for t in losses_of(output) or floats_of(output)]
         return (output if index == self._num_passes - 1 else None), kept
+
+    def _output(self, inputs: PassInputs) -> Any:
+        args, kwargs = inputs.fresh()
+        with torch.no_grad():
+            return self._module(*args, **kwargs)

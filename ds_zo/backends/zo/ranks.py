@@ -8,6 +8,7 @@ identical bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -115,6 +116,16 @@ class Ranks:
             self.bytes_wire += g.numel() * g.element_size()
             g /= self.num_batches
         return g
+
+    def sum(self, numbers: Sequence[int]) -> list[int]:
+        """The sums of these numbers over all ranks."""
+        if self.size == 1:
+            return list(numbers)
+        total = torch.tensor(numbers, device=self.device)
+        with explain_lost_rank(self.device):
+            dist.all_reduce(total, group=self.process_group)
+        self.bytes_wire += total.numel() * total.element_size()
+        return [int(number) for number in total.tolist()]
 
     def broadcast_from_first(self, number: int) -> int:
         """The first rank's number. All ranks must fold alike, or rounding would make their weights differ."""

@@ -1,0 +1,127 @@
+"""Scores the outputs of a forward's passes by a function of the caller, in place of the model's loss.
+
+[Note: scores of passes] The function is called inside the pass, so that the outputs of one pass at a time are in
+memory. It is called once in each pass, and again only if a forward has to run its passes once more. A score that cannot
+be used is noted, and all passes go on to their end. Then the ranks exchange the number of such scores. So either all
+ranks make the step, or none does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from ds_zo.backends.zo.lockstep import CannotInterleave
+from ds_zo.backends.zo.outputs import loss_of
+from ds_zo.backends.zo.pass_inputs import PassInputs
+from ds_zo.backends.zo.ranks import Ranks
+from ds_zo.logs import warn
+
+Objective = Callable[[Any, Any], Any]
+"""A function of a forward's outputs and its batch. Returns one number, or one number for each sequence."""
+
+
+class _WrongScore(ValueError):
+    """What the objective returned is neither one number nor one for each sequence."""
+
+
+class Scoring:
+    """Turns the outputs of one forward's passes into losses; see [Note: scores of passes]."""
+
+    def __init__(
+        self, objective: Objective | None, *, minimise: bool, on_error: float | Literal["raise"], ranks: Ranks
+    ) -> None:
+        """`objective` None: the loss is the model's. `on_error`: as in `engine.zo_step`."""
+        if objective is not None and not callable(objective):
+            raise TypeError(
+                f"objective must be a function of (outputs, batch), got {type(objective).__name__} (engine.zo_step)"
+            )
+        if on_error != "raise" and not (isinstance(on_error, (int, float)) and math.isfinite(on_error)):
+            raise ValueError(f'on_error must be "raise" or a finite number, got {on_error!r} (engine.zo_step)')
+        self._objective = objective
+        self._minimise = minimise
+        self._stand_in = None if on_error == "raise" else float(on_error)
+        self._ranks = ranks
+        self._errors: dict[int, Exception] = {}
+        """Why there is no score, by the index of the pass."""
+        self._num_nan: dict[int, torch.Tensor] = {}
+        """How many scores are NaN, by the index of the pass."""
+        self.num_failed = 0
+        """Number of scores, on all ranks, that `on_error` stands for."""
+
+    @torch.no_grad()
+    def loss(self, index: int, output: Any, inputs: PassInputs) -> torch.Tensor:
+        """The loss of pass `index`: the model's, or the mean score, which is negated if it is to be maximised."""
+        if self._objective is None:
+            loss = loss_of(output)
+            if loss is None:
+                raise ValueError(
+                    "engine.zo_step needs a loss or an objective, got a model that returned no loss: put labels into "
+                    "the batch, or pass objective"
+                )
+            return loss.clone()
+        self._errors.pop(index, None)
+        try:
+            scores = _scores_of(self._objective(output, inputs.batch()), num_sequences=inputs.num_sequences())
+        except CannotInterleave:
+            raise
+        except Exception as error:
+            self._errors[index] = error
+            scores = torch.tensor(math.nan)
+        is_nan = scores.isnan()
+        self._num_nan[index] = is_nan.sum()
+        if self._stand_in is not None:
+            scores = scores.masked_fill(is_nan, self._stand_in)
+        score = scores.float().mean() if scores.ndim else scores
+        return (score.clone() if self._minimise else -score).to(self._ranks.device)
+
+    def check(self) -> None:
+        """Raises on all ranks if a rank has a score that cannot be used. Every rank calls it after its last pass."""
+        if self._objective is None:
+            return
+        is_wrong = any(isinstance(error, _WrongScore) for error in self._errors.values())
+        num_nan = int(sum(self._num_nan.values(), torch.zeros((), dtype=torch.long)))
+        num_wrong, self.num_failed = self._ranks.sum([int(is_wrong), num_nan])
+        if not self.num_failed:
+            return
+        error = next(iter(self._errors.values()), None)
+        if is_wrong:
+            reason = str(error)
+        elif error is not None:
+            reason = f"the objective raised {error!r}"
+        else:
+            reason = "the objective returned NaN" if num_nan else "the objective failed on another rank"
+        if num_wrong or self._stand_in is None:
+            self.num_failed = 0
+            remedy = "" if num_wrong else ", or pass the score of such passes as on_error"
+            raise RuntimeError(
+                f"engine.zo_step made no step, because {reason}: correct the objective{remedy} (the weights and the "
+                "step count are as before)"
+            ) from error
+        warn(
+            f"{self.num_failed} score(s) of this step became {self._stand_in:g}, as on_error says, because {reason} "
+            "(engine.failed_scores counts them)"
+        )
+
+
+def _scores_of(value: Any, *, num_sequences: int | None) -> torch.Tensor:
+    """One score, or one for each sequence, as a floating-point tensor."""
+    if not isinstance(value, torch.Tensor):
+        try:
+            value = torch.as_tensor(value, dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _WrongScore(
+                f"the objective must return one number, or one for each sequence, got {type(value).__name__}"
+            ) from error
+    scores: torch.Tensor = value.detach() if value.is_floating_point() else value.detach().float()
+    if scores.numel() == 1:
+        return scores.reshape(())
+    if scores.ndim == 1 and len(scores) == num_sequences:
+        return scores
+    batch = "a batch without tensors" if num_sequences is None else f"a batch of {num_sequences} sequences"
+    raise _WrongScore(
+        f"the objective must return one number, or one for each sequence, got shape {tuple(scores.shape)} for {batch}"
+    )

@@ -1,0 +1,337 @@
+"""`engine.zo_step`: ZO trains on a score of a forward's outputs, in place of the model's loss."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from transformers.modeling_outputs import CausalLMOutput
+
+from tests.helpers.checkpoint_runs import JSONS, assert_same_bits, planes, with_checkpoint
+from tests.helpers.lomo_runs import config_for
+from tests.helpers.lsp_runs import lsp_json
+from tests.helpers.weights import assert_equal, parameters_of, weights
+from tests.helpers.zo_runs import Toy, engine_for, log_lines, one_step, same_snapshot, snapshot, toy_batches, zo_json
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+BATCHES = toy_batches(10)
+JSON = zo_json(interval=3)
+
+
+class WithLogits(Toy):
+    """Returns loss and logits, draws random numbers and counts its calls in a buffer."""
+
+    def __init__(self, *, has_loss: bool = True) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.has_loss = has_loss
+
+    def forward(self, ids: torch.Tensor) -> CausalLMOutput:
+        self.num_calls += 1
+        logits = self.head(self.dropout(self.middle(self.embed(ids)))).float()
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()) if self.has_loss else None
+        return CausalLMOutput(loss=loss, logits=logits)
+
+
+def gain(outputs: Any, batch: Any) -> torch.Tensor:
+    return -outputs.loss
+
+
+def per_sequence(outputs: Any, batch: Any) -> torch.Tensor:
+    """Minus the loss of each sequence."""
+    logs = outputs.logits[:, :-1].log_softmax(-1)
+    return logs.gather(-1, batch["ids"][:, 1:, None])[..., 0].mean(1)
+
+
+def engine_of(json: dict[str, Any] = JSON, **model: Any) -> Any:
+    engine = engine_for(WithLogits(**model).train(), json)
+    torch.manual_seed(3)
+    return engine
+
+
+def state_of(engine: Any) -> dict[str, Any]:
+    return {**planes(engine), "num_calls": int(engine.module.num_calls), "steps": engine.global_steps}
+
+
+# The same steps as by the loss
+
+
+@pytest.mark.parametrize("name", ["fp32", "fp32 some resident", "fp32 resident", "bf16 split", "two directions"])
+def test_minus_the_loss_makes_the_same_steps_as_the_loss(name: str) -> None:
+    engine = engine_of(JSONS[name])
+    expected = [one_step(engine, batch) for batch in BATCHES[:5]]
+    steps: dict[str, Callable[[Any, Any], Any]] = {
+        "maximised": lambda engine, batch: -engine.zo_step(batch, objective=gain),
+        "minimised": lambda engine, batch: engine.zo_step(batch, lambda o, b: o.loss.item(), minimise=True),
+        "without one": lambda engine, batch: engine.zo_step(batch),
+        "of arguments": lambda engine, batch: -engine.zo_step((batch["ids"],), gain),
+    }
+    for how, step in steps.items():
+        other = engine_of(JSONS[name])
+        with torch.no_grad():
+            assert [step(other, batch).item() for batch in BATCHES[:5]] == expected, how
+        assert_same_bits(state_of(other), state_of(engine))
+        assert other.get_global_grad_norm() == engine.get_global_grad_norm()
+
+
+def test_a_resumed_and_a_replayed_run_go_on_with_the_same_bits(tmp_path: Path) -> None:
+    json = with_checkpoint(JSONS["bf16 split"], trajectory=True)
+    whole = engine_of(json)
+    expected = [whole.zo_step(batch, gain).item() for batch in BATCHES[:8]]
+    first = engine_of(json)
+    for batch in BATCHES[:3]:
+        first.zo_step(batch, gain)
+    first.save_checkpoint(str(tmp_path))
+    for batch in BATCHES[3:6]:
+        first.zo_step(batch, gain)
+    first.backend.recorder.flush()
+    randomness = snapshot()
+    resumed = engine_for(WithLogits().train(), json)
+    resumed.load_checkpoint(str(tmp_path))
+    assert resumed.global_steps == 6
+    torch.set_rng_state(randomness[0])
+    assert [resumed.zo_step(batch, gain).item() for batch in BATCHES[6:8]] == expected[6:]
+    assert_equal(parameters_of(resumed), parameters_of(whole))
+
+
+def test_accumulation_schedule_and_monitor_are_those_of_a_loss(tmp_path: Path) -> None:
+    found = []
+    for name in ("loss", "score"):
+        json = zo_json(
+            interval=3,
+            gradient_accumulation_steps=2,
+            scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3, "warmup_num_steps": 9}},
+            csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": name},
+        )
+        engine = engine_of(json)
+        for batch in BATCHES[:6]:
+            engine.zo_step(batch, gain) if name == "score" else one_step(engine, batch)
+        assert engine.global_steps == 3
+        assert engine.global_samples == 12
+        rows = list(csv.reader(next((tmp_path / name).rglob("*train_loss.csv")).open()))
+        found.append((rows, engine.get_lr(), state_of(engine)))
+    assert found[0][:2] == found[1][:2]
+    assert_same_bits(found[0][2], found[1][2])
+
+
+# The function
+
+
+def test_the_function_is_called_once_in_each_pass_with_the_outputs_of_the_pass() -> None:
+    engine = engine_of(zo_json(interval=3, params={"num_directions": 2}), has_loss=False)
+    seen: list[float] = []
+
+    def score(outputs: CausalLMOutput, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
+        assert outputs.loss is None
+        assert batch.pop("ids").shape == outputs.logits.shape[:2]
+        seen.append(outputs.logits.sum().item())
+        return outputs.logits.mean()
+
+    for step in range(1, 4):
+        engine.zo_step(dict(BATCHES[0]), score)
+        assert len(seen) == len(set(seen)) == 4 * step, "also in the first step, which runs more passes"
+
+
+def test_one_score_for_each_sequence_is_averaged() -> None:
+    engine = engine_of()
+    losses = [one_step(engine, batch) for batch in BATCHES[:3]]
+    other = engine_of()
+    for batch, expected in zip(BATCHES[:3], losses, strict=True):
+        assert other.zo_step(batch, per_sequence).item() == pytest.approx(-expected, rel=1e-6)
+    for name, value in weights(other.module).items():
+        torch.testing.assert_close(value, weights(engine.module)[name], rtol=1e-4, atol=1e-5)
+
+
+SCORES: dict[str, tuple[Any, float]] = {
+    "a float": (0.5, 0.5),
+    "an integer": (3, 3.0),
+    "a bool": (True, 1.0),
+    "a tensor": (torch.tensor(0.25, dtype=torch.bfloat16), 0.25),
+    "an integer tensor": (torch.tensor([4]), 4.0),
+    "a number of numpy": (np.float32(0.5), 0.5),
+    "a list": ([1, 0], 0.5),
+    "a tuple of tensors": ((torch.tensor(1.0), torch.tensor(2.0)), 1.5),
+    "flags": (torch.tensor([True, False]), 0.5),
+    "an array": (np.array([0.0, 3.0]), 1.5),
+}
+
+
+@pytest.mark.parametrize("form", SCORES)
+def test_every_form_of_score(form: str) -> None:
+    engine, (value, expected) = engine_of(), SCORES[form]
+    assert engine.zo_step(BATCHES[0], lambda outputs, batch: value).item() == expected
+    assert engine.get_global_grad_norm() == 0.0, "both passes have the same score"
+    assert engine.was_step_applied()
+
+
+# Scores that cannot be used
+
+
+def raises(outputs: Any, batch: Any) -> float:
+    raise KeyError("answer")
+
+
+FAILURES: dict[str, tuple[Any, str]] = {
+    "raises": (raises, r"because the objective raised KeyError\('answer'\): correct .* pass the score .* as on_error"),
+    "nan": (lambda outputs, batch: math.nan, "because the objective returned NaN: correct .* as on_error"),
+    "one nan": (lambda outputs, batch: torch.tensor([1.0, math.nan]), "because the objective returned NaN"),
+    "too many": (lambda outputs, batch: [1.0] * 3, r"got shape \(3,\) for a batch of 2 sequences: correct the obj"),
+    "logits": (lambda outputs, batch: outputs.logits, r"for each sequence, got shape \(2, 6, 32\) for a batch of 2"),
+    "none": (lambda outputs, batch: None, "must return one number, or one for each sequence, got NoneType"),
+}
+
+
+@pytest.mark.parametrize("at", [0, 2], ids=["first step", "later step"])
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_score_that_cannot_be_used_makes_no_step(name: str, at: int) -> None:
+    """The next call makes the step that a run without the failure makes, from the same noise and the same dropout."""
+    function, said = FAILURES[name]
+    whole = engine_of()
+    expected = [whole.zo_step(batch, gain).item() for batch in BATCHES[:4]]
+    engine = engine_of()
+    assert [engine.zo_step(batch, gain).item() for batch in BATCHES[:at]] == expected[:at]
+    before, randomness = weights(engine.module), snapshot()
+    calls = []
+
+    def fails_once(outputs: Any, batch: Any) -> Any:
+        calls.append(1)
+        return function(outputs, batch) if len(calls) == 2 else gain(outputs, batch)
+
+    with pytest.raises(RuntimeError, match=said) as caught:
+        engine.zo_step(BATCHES[at], fails_once)
+    assert "\n" not in str(caught.value)
+    assert_equal(weights(engine.module), before)
+    assert engine.global_steps == at
+    assert same_snapshot(snapshot(), randomness)
+    assert engine.failed_scores == 0
+    assert [engine.zo_step(batch, gain).item() for batch in BATCHES[at:4]] == expected[at:]
+    assert_same_bits(state_of(engine), state_of(whole))
+
+
+@pytest.mark.parametrize("name", ["raises", "nan", "one nan"])
+def test_a_failed_score_counts_as_told(name: str) -> None:
+    """Passes alternate, so each difference is that of a pass with its score and a pass with `on_error`."""
+    function = FAILURES[name][0]
+    engine = engine_of()
+    num_calls = 0
+
+    def alternating(failing: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def score(outputs: Any, batch: Any) -> Any:
+            nonlocal num_calls
+            num_calls += 1
+            return failing(outputs, batch) if num_calls % 2 else gain(outputs, batch)
+
+        return score
+
+    with log_lines() as lines:
+        for batch in BATCHES[:3]:
+            engine.zo_step(batch, alternating(function), on_error=-4.0)
+    assert engine.failed_scores == 3
+    assert len([line for line in lines if "1 score(s) of this step became -4, as on_error says, because" in line]) == 3
+    reference = engine_of()
+    for batch in BATCHES[:3]:
+        reference.zo_step(batch, alternating(lambda o, b: -1.5 if name == "one nan" else -4.0))
+    assert_equal(weights(engine.module), weights(reference.module))
+    with pytest.raises(RuntimeError, match=r"got shape \(3,\)"):
+        engine.zo_step(BATCHES[0], FAILURES["too many"][0], on_error=0.0)
+
+
+def test_an_infinite_score_is_skipped_and_counted_as_an_infinite_loss_is() -> None:
+    engine = engine_of()
+    before = parameters_of(engine)
+    engine.zo_step(BATCHES[0], lambda outputs, batch: math.inf)
+    assert (engine.skipped_steps, engine.global_steps) == (1, 1)
+    assert_equal(parameters_of(engine), before)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"objective": "accuracy"}, r"objective must be a function of \(outputs, batch\), got str"),
+        ({"objective": gain, "on_error": math.nan}, 'on_error must be "raise" or a finite number, got nan'),
+        ({"objective": gain, "on_error": "skip"}, "got 'skip'"),
+        ({"batch": BATCHES[0]["ids"]}, "a mapping of keywords or a tuple of arguments, got Tensor: put it into a tup"),
+        ({"has_loss": False}, "got a model that returned no loss: put labels into the batch, or pass objective"),
+    ],
+)
+def test_a_wrong_call_is_refused(arguments: dict[str, Any], said: str) -> None:
+    engine = engine_of(has_loss=arguments.pop("has_loss", True))
+    with pytest.raises((TypeError, ValueError), match=said):
+        engine.zo_step(**{"batch": BATCHES[0], **arguments})
+    assert engine.global_steps == 0
+
+
+def test_an_evaluation_is_refused() -> None:
+    engine = engine_of()
+    engine.eval()
+    with pytest.raises(RuntimeError, match="needs a model in train mode, got one in eval mode: call"):
+        engine.zo_step(BATCHES[0], gain)
+    engine.train()
+    engine.zo_step(BATCHES[0], gain)
+    assert engine(**BATCHES[0]).loss.requires_grad, "the next forward is measured by its loss again"
+
+
+@pytest.mark.parametrize(("kind", "json"), [("LOMO", config_for("LOMO")), ("LSP", lsp_json())])
+def test_other_optimizers_refuse_by_name(kind: str, json: dict[str, Any]) -> None:
+    engine = engine_for(Toy(), json)
+    with pytest.raises(RuntimeError, match=f'engine.zo_step needs the optimizer "ZO", .* got "{kind}": set it, or'):
+        engine.zo_step(BATCHES[0])
+
+
+# Learning
+
+
+class Majority(nn.Module):
+    """Tells whether more than half of a sequence's tokens are large, by two blocks and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(8, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(2))
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.embed(ids).mean(1)
+        for block in self.blocks:
+            x = x + block(x)
+        return {"logits": self.head(x)}
+
+
+def majority(num: int, seed: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 8, (num, 7), generator=torch.Generator().manual_seed(seed))
+    return {"ids": ids, "labels": (ids >= 4).sum(1).gt(3).long()}
+
+
+def is_right(outputs: Any, batch: Any) -> torch.Tensor:
+    return outputs["logits"].argmax(-1) == batch["labels"]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_zero_one_accuracy_teaches_a_task_and_random_scores_do_not(seed: int) -> None:
+    scores = torch.Generator().manual_seed(seed)
+
+    def at_random(outputs: Any, batch: Any) -> torch.Tensor:
+        return torch.rand(len(batch["labels"]), generator=scores)
+
+    found = {}
+    for objective in (is_right, at_random):
+        params = {"lr": 0.1, "zo_eps": 0.1, "seed": seed, "num_directions": 2}
+        engine = engine_for(Majority().train(), zo_json(offload=False, blocks=["blocks"], params=params))
+        for step in range(100):
+            engine.zo_step(majority(64, seed=step), objective)
+        engine.eval()
+        test = majority(512, seed=10_000)
+        found[objective] = is_right(engine(**test), test).float().mean().item()
+    assert found[is_right] > 0.8 and found[at_random] < 0.7, found
