@@ -10,6 +10,7 @@ import copy
 import os
 import platform
 import re
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -223,6 +224,14 @@ def dtype_without_request(config: Any) -> Any:
 
         return torch.get_default_dtype()
     return config.dtype
+
+
+def output_collector() -> Any:
+    """The context variable of transformers that holds, while a model's forward runs, the lists in which it collects
+    outputs of inner modules. None before 5.2, where each forward has lists of its own that nothing else reaches, and
+    where no such model has been imported."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    return None if capturing is None else capturing._active_collector
 
 
 def no_init_weights() -> AbstractContextManager[None]:

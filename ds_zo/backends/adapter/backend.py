@@ -115,7 +115,7 @@ class AdapterBackend(RecomputedBackend):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. A backward may follow also in evaluation mode, as for a model of `from_pretrained`."""
-        with self.plain_parameters(), self.blocks.forward(kwargs):
+        with self.plain_parameters(), self.blocks.forward():
             if not torch.is_grad_enabled():
                 return self.module(*args, **kwargs)
             with (

@@ -8,7 +8,7 @@ are decoded by matrix ([Note: decoding by matrix]).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,10 +83,10 @@ class StreamedBase(RecomputedBlocks):
         )
 
     @contextmanager
-    def forward(self, call: Mapping[str, Any], *, downloads: Collection[Unit] = ()) -> Iterator[None]:
+    def forward(self, *, downloads: Collection[Unit] = ()) -> Iterator[None]:
         if torch.is_grad_enabled() and self._module.training:
             self._check_frozen()
-        with super().forward(call, downloads=downloads):
+        with super().forward(downloads=downloads):
             yield
 
     def _check_frozen(self) -> None:

@@ -182,7 +182,7 @@ class LOMOBackend(RecomputedBackend):
             run_backward_twice() if self._two_passes else nullcontext(),
             self._causal_losses.in_chunks(kwargs),
             self._caches.off() if makes_no_caches else nullcontext(),
-            self.blocks.forward(kwargs),
+            self.blocks.forward(),
         ):
             output = self.module(*args, **kwargs)
         self._passes.watch_graph((args, kwargs), output, num_tries=num_tries)

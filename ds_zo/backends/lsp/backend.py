@@ -183,7 +183,7 @@ class LSPBackend(RecomputedBackend):
             with (
                 self._causal_losses.in_chunks(kwargs),
                 self._caches.off() if makes_no_caches else nullcontext(),
-                self.blocks.forward(kwargs, downloads=self._pending.units()),
+                self.blocks.forward(downloads=self._pending.units()),
                 self._pending.watched(),
             ):
                 return self.module(*args, **kwargs)

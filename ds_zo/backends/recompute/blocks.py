@@ -37,6 +37,7 @@ from ds_zo.backends.recompute.compiled_blocks import BlockCompiler, CompiledForw
 from ds_zo.backends.recompute.context import BlockProfile, ForwardContext
 from ds_zo.backends.recompute.output_check import OutputSummary
 from ds_zo.backends.recompute.recomputation import Recomputation
+from ds_zo.backends.recompute.recorded_outputs import Recorded, add_recorded, recorded_names, recording
 from ds_zo.streaming.blocks import reached_elsewhere
 from ds_zo.streaming.units import Unit, UnitState
 from ds_zo.streaming.use import Use
@@ -94,6 +95,8 @@ class BlockCall:
         """Its autograd node is freed, or will be at the end of this pass: it is not recomputed again."""
         self.inputs = inputs
         self.context = ForwardContext(block.profile, device)
+        self.recorded_names = recorded_names()
+        """See [Note: recorded outputs]."""
         self.weight_versions: list[int | None] = []
         """Version counters of the block's parameters in the forward. None: the forward itself changes the counter, as
         PEFT's adapters on parameters do (`target_parameters`), so that it does not show other changes."""
@@ -124,24 +127,24 @@ class BlockCall:
                 "once for each backward (if there are several losses, add them up)"
             )
 
-    def flatten_output(self, output: Any) -> list[torch.Tensor]:
-        """Returns the tensors of the output and of the entries that the block wrote to containers. The other leaves are
-        kept for `unflatten_output`."""
+    def flatten_output(self, output: Any, recorded: Recorded) -> list[torch.Tensor]:
+        """Returns the tensors of the output, of the entries that the block wrote to containers, and of the recorded
+        outputs. The other leaves are kept for `unflatten_output`."""
         written = [_changes(before, _entries(container)) for container, before in self._containers]
         self._containers = []
-        leaves, spec = tree_flatten((output, written))
+        leaves, spec = tree_flatten((output, written, recorded))
         self._output = _Structure(leaves, spec)
         for leaf in self._output.others:
             _refuse_hidden_tensors(leaf, self.block.unit.name)
         return [leaves[i] for i in self._output.tensor_indices]
 
-    def unflatten_output(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[_Changes]]:
-        """Returns the output of the call with `tensors` in it, and the changes that the block made to each
-        container."""
+    def unflatten_output(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, list[_Changes], Recorded]:
+        """Returns the output of the call with `tensors` in it, the changes that the block made to each container, and
+        the recorded outputs."""
         structure, self._output = self._output, None
         assert structure is not None
-        output, written = structure.filled(tensors)
-        return output, written
+        output, written, recorded = structure.filled(tensors)
+        return output, written, recorded
 
 
 class RecomputedBlock:
@@ -227,7 +230,8 @@ class RecomputedBlock:
                 shared = [getattr(owner, name) for owner, name in self.shared]
                 with self._recomputation.saving_inputs(tensors):
                     outputs = _Recompute.apply(call, self._anchor if trains else None, *tensors, *shared)
-                output, written = call.unflatten_output(outputs)
+                output, written, recorded = call.unflatten_output(outputs)
+                add_recorded(recorded)
                 for container, changes in zip(list(_containers(given)), written, strict=True):
                     _change(container, *changes)
                 return output
@@ -246,6 +250,12 @@ class RecomputedBlock:
                 for leaf in leaves
             ]
         return tree_unflatten(leaves, spec)
+
+    def _compute_flat(self, call: BlockCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """Runs the block with the arguments of a call. Returns the tensors of all its outputs."""
+        with recording(call.recorded_names) as recorded:
+            output = self._compute(*args, **kwargs)
+        return call.flatten_output(output, recorded)
 
     def _copy_own_weights(self, leaves: Sequence[Any]) -> list[Any]:
         """Replaces outputs that are weights of the block (prompts, tables) by copies, because the next block will
@@ -285,7 +295,7 @@ class RecomputedBlock:
         ):
             before = self.weight_versions()
             try:
-                outputs = self._copy_own_weights(call.flatten_output(self._compute(*args, **kwargs)))
+                outputs = self._copy_own_weights(self._compute_flat(call, args, kwargs))
             except RuntimeError as error:
                 if _IN_PLACE in str(error):
                     raise self._changed_input() from error
@@ -326,7 +336,7 @@ class RecomputedBlock:
             call.check_weight_versions()
             with torch.enable_grad(), call.context.restored(), self._shared_as_leaves(wanted) as shared_leaves:
                 args, kwargs = call.arguments(inputs)
-                outputs = call.flatten_output(self._compute(*args, **kwargs))
+                outputs = self._compute_flat(call, args, kwargs)
                 assert call.first_output is not None
                 self._recomputation.output_check.compare(self.unit.name, self.unit.module, call.first_output, outputs)
             reached = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
@@ -402,7 +412,8 @@ def _unpack_nothing(block: str) -> torch.Tensor:
     raise RuntimeError(
         "a streamed block's gradients pass through its outputs alone, and the loss uses another tensor of block "
         f"{block}, which is inside an object that the block returns or was taken by a hook: return tensors in tuples, "
-        "lists or dicts, or keep the model on the device (remove zero_optimization.offload_param)"
+        "lists or dicts, take router logits by transformers 5.2 or later, or keep the model on the device (remove "
+        "zero_optimization.offload_param)"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from ds_zo.backends.recompute.blocks import (
     shared_parameters,
 )
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
-from ds_zo.backends.recompute.recomputation import Recomputation, refuse_router_logits
+from ds_zo.backends.recompute.recomputation import Recomputation
 from ds_zo.streaming.block_store import BlockStore
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.device_shards import DeviceShards
@@ -65,8 +65,8 @@ class ModelBlocks:
 
     # Passes
 
-    def forward(self, call: Mapping[str, Any], *, downloads: Collection[Unit] = ()) -> AbstractContextManager[None]:
-        """Context of a forward. `call`: the keywords of the forward. `downloads`: blocks that the pass will update."""
+    def forward(self, *, downloads: Collection[Unit] = ()) -> AbstractContextManager[None]:
+        """Context of a forward. `downloads`: blocks that the pass will update."""
         return nullcontext()
 
     def start_backward(self, *, downloads: Collection[Unit] = (), repeats: bool = False) -> None:
@@ -136,12 +136,10 @@ class RecomputedBlocks(ModelBlocks):
         self.recomputation.close()
 
     @contextmanager
-    def forward(self, call: Mapping[str, Any], *, downloads: Collection[Unit] = ()) -> Iterator[None]:
+    def forward(self, *, downloads: Collection[Unit] = ()) -> Iterator[None]:
         """In training, the last blocks stay in their device slots, because the backward starts with them. Checkpointing
         around blocks is switched off."""
         with self.recomputation.forward_checked(), ExitStack() as stack:
-            if torch.is_grad_enabled():
-                refuse_router_logits(self._module, call)
             if torch.is_grad_enabled() and self._module.training:
                 for block in self.wrapped:
                     if getattr(block.unit.module, "gradient_checkpointing", False):

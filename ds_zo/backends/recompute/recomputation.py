@@ -54,7 +54,6 @@ def make_block_store(
             'devices, got both: write "stochastic"',
             at="ds_zo.rounding",
         )
-    refuse_router_logits(module)
     stream = config.section.stream
     if placement is None:
         check_frozen_dtype(module, "auto")
@@ -142,20 +141,3 @@ class Recomputation:
     def close(self) -> None:
         if self.host_inputs is not None:
             self.host_inputs.close()
-
-
-def refuse_router_logits(module: nn.Module, call: Mapping[str, Any] | None = None) -> None:
-    """Raises if the model returns router logits, which hooks of transformers take from inside a block. `call`: the
-    keywords of a forward. None: the model's configs are checked instead."""
-    configs = (getattr(m, "config", None) for m in module.modules())
-    if call is not None and call.get("output_router_logits") is True:
-        found = "output_router_logits=True in a call"
-    elif call is None and any(getattr(config, "output_router_logits", False) is True for config in configs):
-        found = "output_router_logits true in the model's config"
-    else:
-        return
-    raise ConfigError(
-        "router logits are not outputs of a block, so a streamed block computes no gradient of their loss, got "
-        f"{found}: set it to false, or remove offload_param",
-        at="zero_optimization.offload_param.device",
-    )

@@ -14,9 +14,8 @@ from torch import nn
 
 from ds_zo.config import ConfigError, resolve
 from tests.helpers.lomo_runs import batches, config_for, lively, start, streamed, train, weights_of
-from tests.helpers.lsp_runs import lsp_json
 from tests.helpers.weights import assert_equal
-from tests.helpers.zoo import CASES, Wandering, plain_batch, seeded
+from tests.helpers.zoo import Wandering, plain_batch, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -139,18 +138,6 @@ def test_blocks_whose_outputs_are_not_found_are_refused() -> None:
     engine = start(streamed(), model)
     with pytest.raises(ValueError, match="tensors inside a Box"):
         engine(**plain_batch(0))
-
-
-def test_router_losses_are_refused() -> None:
-    lsp = lsp_json()
-    on_host = {**lsp, "zero_optimization": {**lsp["zero_optimization"], "offload_param": {"device": "cpu"}}}
-    for config in (streamed(), on_host):
-        with pytest.raises(ConfigError, match=r"router logits.*set it to false"):
-            start(config, CASES["mixtral"].make())
-        engine = start(config, lively("mixtral"))
-        with pytest.raises(ConfigError, match=r"router logits.*output_router_logits=True in a call.*set it to false"):
-            engine(**next(batches("mixtral", 1)), output_router_logits=True)
-        train(engine, batches("mixtral", 1))
 
 
 def test_a_cache_in_training_is_refused() -> None:

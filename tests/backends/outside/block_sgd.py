@@ -76,7 +76,7 @@ class BlockSGD(RecomputedBackend):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         caches = self._caches.off() if torch.is_grad_enabled() else nullcontext()
-        with self.plain_parameters(), self.blocks.forward(kwargs), caches:
+        with self.plain_parameters(), self.blocks.forward(), caches:
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool = False) -> None:

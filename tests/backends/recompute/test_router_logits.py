@@ -1,0 +1,219 @@
+"""Router logits leave streamed blocks with gradients, so losses on them train streamed models as resident ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_zo.backends.recompute import compiled_blocks
+from tests.helpers import families
+from tests.helpers.equivalence_runs import on_device
+from tests.helpers.lomo_runs import batches, config_for, lively, start, streamed, weights_of
+from tests.helpers.ranks import job
+from tests.helpers.support_matrix import config_of, with_lora
+from tests.helpers.weights import Weights, assert_equal, parameters_of
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+WITH_LOSS = ("mixtral", "qwen3_moe", "qwen3_next", "gpt_oss", "granitemoe", "olmoe", "jamba")
+"""Families with an auxiliary loss of their own."""
+WITHOUT_LOSS = ("deepseek_v3", "glm4_moe", "llama4_text")
+BACKENDS = ("LOMO", "AdaLOMO", "LSP", "Adapter", "ZO")
+PAIRS = [(kind, BACKENDS[(i + j) % len(BACKENDS)]) for i, kind in enumerate(WITH_LOSS) for j in range(2)]
+NUM_STEPS = 2
+Run = tuple[list[Any], Weights]
+"""What each step's forward gave, and the weights after the last step."""
+LossOf = Callable[[Any], torch.Tensor]
+
+
+def model_of(kind: str, *, coefficient: float = 0.5, **config: Any) -> Any:
+    """With its auxiliary loss switched on, unless the family has none."""
+    model: Any = families.case(kind).make()
+    for name, value in {"use_cache": False, "output_router_logits": True, **config}.items():
+        setattr(model.config, name, value)
+    model.router_aux_loss_coef = coefficient
+    return model
+
+
+def own_loss(output: Any) -> torch.Tensor:
+    """A user's loss on router logits beside that of the model."""
+    loss: torch.Tensor = output.loss
+    for logits in output.router_logits:
+        loss = loss + 0.1 * logits.float().logsumexp(-1).square().mean()
+    return loss
+
+
+def run(engine: Any, kind: str, *, loss_of: LossOf = lambda output: output.loss, rank: int = 0) -> Run:
+    torch.manual_seed(1)
+    found = []
+    for step in range(NUM_STEPS):
+        output = engine(**on_device(engine, families.case(kind).batch(10 * step + rank)))
+        engine.backward(loss_of(output))
+        engine.step()
+        found += [output.loss.item(), *(logits.detach().clone() for logits in output.router_logits)]
+        if getattr(output, "aux_loss", None) is not None:
+            found.append(output.aux_loss.item())
+    end = parameters_of(engine)
+    engine.destroy()
+    return found, end
+
+
+def plain_run(model: nn.Module, kind: str, loss_of: LossOf, *, lr: float = 0.1) -> Run:
+    """The same by plain SGD."""
+    sgd = torch.optim.SGD(model.parameters(), lr=lr)
+    found: list[Any] = []
+    for step in range(NUM_STEPS):
+        output = model(**families.case(kind).batch(10 * step))
+        loss_of(output).backward()
+        sgd.step()
+        sgd.zero_grad()
+        found += [output.loss.item(), *(logits.detach().clone() for logits in output.router_logits)]
+    return found, weights_of(model)
+
+
+def assert_same(ours: Run, theirs: Run) -> None:
+    """Losses, router logits and weights are equal bit for bit."""
+    assert len(ours[0]) == len(theirs[0])
+    for a, b in zip(ours[0], theirs[0], strict=True):
+        assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+    assert_equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize(("kind", "backend"), PAIRS)
+def test_the_auxiliary_loss_trains_streamed_models_as_resident_ones(kind: str, backend: str) -> None:
+    def made(placement: str, coefficient: float = 0.5) -> Run:
+        model = model_of(kind, coefficient=coefficient)
+        model = with_lora(model) if backend == "Adapter" else model
+        return run(start(config_of(backend, placement), model, model_parameters=list(model.parameters())), kind)
+
+    ours = made("streamed")
+    assert_same(ours, made("resident"))
+    without = made("streamed", coefficient=0.0)
+    moved = {name for name, value in ours[1].items() if not torch.equal(value, without[1][name])}
+    routers = {name for name in ours[1] if name.endswith(("gate.weight", "router.weight", "router.layer.weight"))}
+    assert moved > routers if backend != "Adapter" else moved  # LoRA has frozen routers
+
+
+@pytest.mark.parametrize("kind", WITHOUT_LOSS)
+def test_a_users_loss_on_router_logits_gives_the_bits_of_plain_sgd(kind: str) -> None:
+    ours = run(start(streamed(), model_of(kind)), kind, loss_of=own_loss)
+    assert_same(ours, plain_run(model_of(kind), kind, own_loss))
+    assert not all(map(torch.equal, ours[1].values(), run(start(streamed(), model_of(kind)), kind)[1].values()))
+
+
+def test_a_loss_on_router_logits_alone_reaches_the_blocks_before_each_router() -> None:
+    def loss_of(output: Any) -> torch.Tensor:
+        assert len(output.router_logits) == 2 and all(logits.requires_grad for logits in output.router_logits)
+        first, last = output.router_logits
+        return first.square().mean() + 3 * last.square().mean()
+
+    ours = run(start(streamed(), model_of("mixtral", coefficient=0.0)), "mixtral", loss_of=loss_of)
+    assert_same(([], ours[1]), ([], plain_run(model_of("mixtral"), "mixtral", loss_of)[1]))
+
+
+def test_a_coefficient_of_zero_changes_nothing() -> None:
+    def end(wanted: bool) -> Weights:
+        engine = start(streamed(), model_of("qwen3_moe", coefficient=0.0, output_router_logits=wanted))
+        engine.backward(engine(**families.text_batch(0)).loss)
+        engine.step()
+        return parameters_of(engine)
+
+    assert_equal(end(True), end(False))
+
+
+@pytest.mark.parametrize("settings", [{"clipping": 0.05}, {"clipping": 0.05, "params": {"norm_scope": "group"}}])
+def test_gradients_are_clipped_with_those_of_the_auxiliary_loss(settings: dict[str, Any]) -> None:
+    runs = [run(start(make(**settings), model_of("qwen3_moe")), "qwen3_moe") for make in (streamed, config_for)]
+    assert_same(*runs)
+
+
+def test_router_logits_can_be_asked_for_in_a_call() -> None:
+    runs = []
+    for make in (streamed, config_for):
+        engine = start(make(), model_of("olmoe", output_router_logits=False))
+        engine.module.register_forward_pre_hook(_ask, with_kwargs=True)
+        runs.append(run(engine, "olmoe", loss_of=own_loss))
+    assert_same(*runs)
+
+
+def _ask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    return args, {**kwargs, "output_router_logits": True}
+
+
+def test_each_router_chooses_the_same_experts_when_its_block_is_computed_again() -> None:
+    chosen: dict[str, list[torch.Tensor]] = {}
+
+    def note(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        chosen.setdefault(name, []).append(output[2])
+
+    model = model_of("mixtral", router_jitter_noise=0.5)
+    for name, module in model.named_modules():
+        if name.endswith("mlp"):
+            module.jitter_noise = 0.5
+            module.gate.register_forward_hook(partial(note, name))
+    run(start(streamed(), model), "mixtral")
+    assert len(chosen) == 2
+    for first, again, *others in chosen.values():
+        assert torch.equal(first, again) and len(others) == 2
+        assert not torch.equal(first, others[0])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_inside_a_block_records_logits_once(reentrant: bool) -> None:
+    def made(make: Callable[[], dict[str, Any]]) -> Run:
+        model = model_of("gpt_oss")
+        for layer in model.model.layers:
+            layer.mlp.forward = partial(checkpoint, layer.mlp.forward, use_reentrant=reentrant)
+        return run(start(make(), model), "gpt_oss")
+
+    ours = made(streamed)
+    assert sum(isinstance(found, torch.Tensor) for found in ours[0]) == NUM_STEPS * 2
+    assert_same(ours, made(config_for))
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch.compile without its C++ compiler, which takes a minute."""
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager_decomp_partition")
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_attention_weights_leave_blocks_in_the_same_way(compiled: bool) -> None:
+    def end(make: Callable[..., dict[str, Any]]) -> Weights:
+        model: Any = lively("llama")
+        model.set_attn_implementation("eager")
+        model.config.output_attentions = True
+        engine = start(make(ds_zo={"compile_blocks": compiled}), model)
+        for batch in batches("llama", NUM_STEPS):
+            output = engine(**batch)
+            assert len(output.attentions) == len(model.model.layers)
+            engine.backward(output.loss - sum(weights.square().sum() for weights in output.attentions))
+            engine.step()
+        return parameters_of(engine)
+
+    assert_equal(end(streamed), end(config_for))
+
+
+def on_rank(rank: int) -> dict[str, Run]:
+    resident, on_host = config_of("LOMO", "resident"), config_of("LOMO", "streamed")
+    shared = {**on_host, "zero_optimization": {**on_host["zero_optimization"], "stage": 3}}
+    configs = {"resident": resident, "streamed": on_host, "shared": shared}
+    return {name: run(start(config, model_of("mixtral")), "mixtral", rank=rank) for name, config in configs.items()}
+
+
+def test_two_ranks_add_their_auxiliary_losses_up() -> None:
+    ranks = job(on_rank, 2)
+    for found in ranks:
+        assert_same(found["streamed"], found["resident"])
+        assert_same(found["shared"], found["resident"])
+        assert_equal(found["resident"][1], ranks[0]["resident"][1])
