@@ -116,8 +116,6 @@ class Model:
         longest = _num_positions(config)
         if longest is not None and self.seq > longest:
             return f"it has positions for {longest} tokens, got {self.seq}: lower --seq ({said})"
-        if getattr(config, "output_router_logits", False) is True:
-            return f"the loss of its router logits fails: set output_router_logits to false in its config ({said})"
         if "scalar type" in said or "dtype" in said:
             other = "bf16" if self.dtype == "fp32" else "fp32"
             return f"its forward fails in {self.dtype}: try --dtype {other} ({said})"
@@ -165,6 +163,7 @@ class Model:
             rates=self.rates,
             vocab_size=getattr(config, "vocab_size", None),
             backward=backward,
+            whole=getattr(config, "output_router_logits", False) is True,  # each layer has logits of its own
         )
 
 

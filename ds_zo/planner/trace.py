@@ -132,7 +132,11 @@ class _Tracer(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             # Models read from a tensor whether a mask is all ones, or whether a batch is unpacked. The answer is yes.
             return torch.ones((), dtype=args[0].dtype).item()
-        out = func(*args, **kwargs)
+        if func is torch.ops.aten.bincount.default and args[0].is_meta:
+            # A router's loss counts tokens by expert. The result has the stated length, whatever the experts are.
+            out = args[0].new_empty(args[2] if len(args) > 2 else kwargs["minlength"])
+        else:
+            out = func(*args, **kwargs)
         outputs = [out] if isinstance(out, torch.Tensor) else _tensors(out)
         self._price(func, args, kwargs, out, outputs)
         for t in outputs:
