@@ -78,6 +78,12 @@ def cases(numel: int) -> Iterator[tuple[str, Callable[[], object], int]]:
     four_bits = torch.randint(0, 256, (numel // 2,), dtype=torch.uint8, device=device)
     absmax = torch.ones(numel // 64, device=device)
     yield "nf4 dequantise", partial(ops.dequantise_nf4_, out, four_bits, absmax), 2 * numel + numel // 2 + numel // 16
+    rows = torch.zeros(ops.NF4_NESTED.num_scales(numel), dtype=torch.uint8, device=device)
+    yield (
+        "nf4_nested dequantise",
+        partial(ops.dequantise_nf4_, out, four_bits, rows),
+        2 * numel + numel // 2 + len(rows),
+    )
     powers = torch.full((numel // 32,), 120, dtype=torch.uint8, device=device)
     experts = out[: numel // 2**20 * 2**20].view(-1, 1024, 1024)
     planes = four_bits[: experts.numel() // 2], powers[: experts.numel() // 32]

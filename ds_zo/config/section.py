@@ -14,7 +14,7 @@ from ds_zo.config.base import ConfigModel
 from ds_zo.config.errors import rule_error, shown
 from ds_zo.config.marks import MODEL_DTYPE, MayDiffer, Needs, ReadBy, Trait
 
-FrozenDtype = Literal["auto", "bf12", "fp8", "nf4", "mxfp4"]
+FrozenDtype = Literal["auto", "bf12", "fp8", "nf4", "nf4_nested", "mxfp4"]
 """A format of frozen matrices; auto: as the model's files hold them, or else the model's dtype."""
 FROZEN_DTYPES: list[str] = list(get_args(FrozenDtype))
 """The values of `frozen_dtype`. `streaming.placement.register_format` adds one."""
@@ -71,8 +71,9 @@ class StreamConfig(ConfigModel):
     ] = FormatName("auto")
     """Format in which frozen matrices of blocks are stored ({readers}), such as the base model under LoRA; auto:
     the model's dtype, or the four bits in which the files of `ds_zo.load_pretrained` hold a matrix. nf4 is the four-bit
-    format of bitsandbytes, in groups of 64 values: 0.5625 bytes a weight. mxfp4 is that of gpt-oss, for matrices that
-    the files hold so: 0.53125 bytes a weight. Frozen vectors keep the model's dtype, and trained parameters are stored
+    format of bitsandbytes, in groups of 64 values: 0.5625 bytes a weight. nf4_nested is its double quantisation, with
+    scales in 8 bits: 0.516 bytes a weight. mxfp4 is that of gpt-oss, for matrices that the files hold so: 0.53125 bytes
+    a weight. Frozen vectors keep the model's dtype, and trained parameters are stored
     as `wire_dtype` says."""
 
     offload_activations: Annotated[bool, Needs.STREAMING, ReadBy(Trait.OFFLOADS_ACTIVATIONS, without=(False,))] = False

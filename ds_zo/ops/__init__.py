@@ -13,6 +13,7 @@ from ds_zo.ops.codecs import CHUNK_NUMEL, copy_staged_, decode, encode_
 from ds_zo.ops.formats import FORMATS, Format, rounding_std, storage_format
 from ds_zo.ops.frozen import PACKED, FrozenFormat, dequantise_mxfp4_, dequantise_nf4_, format_of
 from ds_zo.ops.mxfp4 import MXFP4
+from ds_zo.ops.nested import NF4_NESTED
 from ds_zo.ops.nf4 import NF4
 from ds_zo.ops.philox import philox4x32
 from ds_zo.ops.reference import replay_perturb_reference
@@ -27,6 +28,7 @@ __all__ = [
     "FORMATS",
     "MXFP4",
     "NF4",
+    "NF4_NESTED",
     "NOISE_VERSION",
     "PACKED",
     "SEGMENT_ALIGNMENT",

@@ -67,6 +67,7 @@ _WEIGHTS = _weights(0, _ROW_NUMEL)
 def value_sum(value: torch.Tensor | Quantised) -> str:
     """The form of a parameter's value, which is its dtype or its four-bit format, and the sum of its bits."""
     if isinstance(value, Quantised):
+        value = value.plain()  # nested scales have the sum of the float32 numbers that they stand for
         form = "nf4" if value.wire is NF4.dtype else "mxfp4"
         return f"{form} {bit_sum(value.packed):016x}{bit_sum(value.absmax):016x}"
     return f"{str(value.dtype).removeprefix('torch.')} {bit_sum(value):016x}"

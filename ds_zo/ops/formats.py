@@ -76,18 +76,17 @@ class Format:
         return self.scale_dtype is not None
 
     @property
-    def scale_nbytes(self) -> int:
-        """Bytes of the plane of scales for one group."""
-        return 0 if self.scale_dtype is None else self.scale_numel * self.scale_dtype.itemsize
-
-    @property
     def has_lanes(self) -> bool:
         """Whether the plane of scales also holds bits of each element; see [Note: bf12]."""
         return self.scale_numel > 1
 
+    def num_scales(self, numel: int) -> int:
+        """Elements of the plane of scales for `numel` values."""
+        return -(-numel // self.group_numel) * self.scale_numel
+
     def scales_of(self, start: int, stop: int) -> slice:
         """The slice of the plane of scales for elements [start, stop); `start` must be a group's first element."""
-        return slice(start // self.group_numel * self.scale_numel, -(-stop // self.group_numel) * self.scale_numel)
+        return slice(self.num_scales(start), self.num_scales(stop))
 
 
 FORMATS: dict[torch.dtype, Format] = {

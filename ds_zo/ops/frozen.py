@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-from ds_zo.ops import mxfp4, nf4
+from ds_zo.ops import mxfp4, nested, nf4
 from ds_zo.ops.formats import FORMATS, Format
 
 
@@ -29,21 +30,25 @@ class FrozenFormat:
     """`dequantise_(out, packed, scales)` writes the values to `out`, in its dtype. `packed` has the form's dtype. It
     and `scales` are flat."""
 
-    is_flat: bool = True
-    """The functions take flat tensors that begin with a group: any span of parameters. Otherwise they take one
-    parameter, in its shape."""
+    takes: Literal["spans", "matrices", "parameters"] = "spans"
+    """What the functions take. spans: flat tensors that begin with a group, of any parameters. parameters: one
+    parameter, in its shape. matrices: `quantise` takes one matrix, flat, and the `out` of `dequantise_` has the
+    matrices of a stack of experts as rows."""
 
 
-def dequantise_nf4_(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor) -> None:
-    """Writes the values of an nf4 plane to `out`, rounded to its dtype. See [Note: nf4] in `ops.nf4`."""
-    packed = packed.view(torch.uint8)
-    nf4.check(out, packed, absmax)
+def dequantise_nf4_(out: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> None:
+    """Writes the values of an nf4 or nf4_nested plane to `out`, rounded to its dtype. The dtype of `scales` tells which
+    of them it is. See [Note: nf4] in `ops.nf4` and [Note: nested scales] in `ops.nested`."""
+    packed, rows = packed.view(torch.uint8), out if out.dim() == 2 else out.view(1, -1)
+    is_nested = scales.dtype is torch.uint8
+    nf4.check(rows, packed, scales, form=nested.NF4_NESTED if is_nested else nf4.NF4)
     if out.is_cuda:
         from ds_zo.ops.triton_nf4 import dequantise_triton_
 
-        dequantise_triton_(out, packed, absmax)
+        dequantise_triton_(rows, packed, scales)
     else:
-        nf4.dequantise_(out, packed, absmax)
+        absmax = nested.expand(scales.view(len(rows), -1), out.numel()) if is_nested else scales
+        nf4.dequantise_(out.view(-1), packed, absmax)
 
 
 def dequantise_mxfp4_(out: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> None:
@@ -62,7 +67,8 @@ PACKED: dict[torch.dtype, FrozenFormat] = {
     found.form.dtype: found
     for found in (
         FrozenFormat(nf4.NF4, nf4.quantise, dequantise_nf4_),
-        FrozenFormat(mxfp4.MXFP4, mxfp4.quantise, dequantise_mxfp4_, is_flat=False),
+        FrozenFormat(nested.NF4_NESTED, nested.quantise, dequantise_nf4_, takes="matrices"),
+        FrozenFormat(mxfp4.MXFP4, mxfp4.quantise, dequantise_mxfp4_, takes="parameters"),
     )
 }
 """By the dtype that stands for each format. `streaming.placement.register_format` adds one."""

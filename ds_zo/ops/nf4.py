@@ -4,8 +4,7 @@
 A value is `CODE[index] * absmax`, computed in float32 and then rounded to the parameter's dtype. Groups of 64 values of
 the flat tensor share `absmax`, the largest magnitude in the group. The last group may be short. A byte holds two
 indices, the first value's in the upper four bits. Packed bytes and `absmax` equal those of bitsandbytes' CPU quantiser.
-Double quantisation stores `absmax` in 8 bits. `expand_absmax` turns it into the float32 numbers that bitsandbytes
-computes with, and these are what the block store keeps.
+[Note: nested scales] in `ops.nested` has `absmax` in 8 bits.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ GROUP_NUMEL = 64
 NF4 = Format("nf4", torch.bits4x2, scale_dtype=torch.float32, scale_numel=1, group_numel=GROUP_NUMEL, packed_numel=2)
 """Not one of `FORMATS`: no update is ever stored in it."""
 
-_SMALLEST_ABSMAX = 1e-38
+SMALLEST_ABSMAX = 1e-38
 _CHUNK_NUMEL = 1 << 20
 """Elements decoded at a time on a CPU, so that temporaries stay small."""
 
@@ -55,10 +54,14 @@ class Quantised:
     wire = NF4.dtype
     """The dtype that stands for the format."""
 
+    def plain(self) -> Quantised:
+        """The same values with float32 scales."""
+        return self
+
     def values(self) -> torch.Tensor:
         """The values in float32."""
         out = torch.empty(self.shape, dtype=torch.float32)
-        dequantise_(out.view(-1), self.packed, self.absmax)
+        dequantise_(out.view(-1), self.packed, self.plain().absmax)
         return out
 
 
@@ -72,9 +75,9 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_whole = x.numel() // GROUP_NUMEL * GROUP_NUMEL
     whole, short = x[:num_whole].view(-1, GROUP_NUMEL), x[num_whole:]
     absmax = whole.abs().amax(dim=1)
-    scaled = (whole * (1.0 / absmax.clamp(min=_SMALLEST_ABSMAX))[:, None]).view(-1)
+    scaled = (whole * (1.0 / absmax.clamp(min=SMALLEST_ABSMAX))[:, None]).view(-1)
     if short.numel():
-        largest = short.abs().amax().clamp(min=_SMALLEST_ABSMAX)
+        largest = short.abs().amax().clamp(min=SMALLEST_ABSMAX)
         absmax = torch.cat([absmax, largest[None]])
         scaled = torch.cat([scaled, short / largest])
     if scaled.numel() % 2:
@@ -82,15 +85,6 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     code = torch.tensor(CODE, device=x.device)
     index = torch.bucketize(scaled, (code[1:] + code[:-1]) / 2, out_int32=True).to(torch.uint8).view(-1, 2)
     return (index[:, 0] << 4) | index[:, 1], absmax
-
-
-def expand_absmax(
-    codes: torch.Tensor, *, absmax: torch.Tensor, code_book: torch.Tensor, offset: float, group_numel: int
-) -> torch.Tensor:
-    """The float32 `absmax` of double quantisation: 8-bit codes, whose groups of `group_numel` have an `absmax` of their
-    own, and an offset that is added to all."""
-    factors = absmax.float().repeat_interleave(group_numel)[: codes.numel()]
-    return code_book.float()[codes.reshape(-1).int()] * factors + offset
 
 
 def dequantise_(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor) -> None:
@@ -105,13 +99,13 @@ def dequantise_(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor) -
         chunk.copy_(code.mul_(factors[: chunk.numel()]))
 
 
-def check(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor) -> None:
-    """Raises if the tensors are not flat planes of one size."""
+def check(out: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, *, form: Format) -> None:
+    """Raises if the tensors do not fit together. `out` has a row for each matrix."""
     numel = out.numel()
     for name, tensor, dtypes, least in (
-        ("out", out, (torch.float32, torch.bfloat16, torch.float16), numel),
+        ("out", out.view(-1), (torch.float32, torch.bfloat16, torch.float16), numel),
         ("packed", packed, (torch.uint8,), -(-numel // 2)),
-        ("absmax", absmax, (torch.float32,), -(-numel // GROUP_NUMEL)),
+        ("scales", scales, (form.scale_dtype,), len(out) * form.num_scales(out.shape[1])),
     ):
         if tensor.dtype not in dtypes or tensor.dim() != 1 or not tensor.is_contiguous() or tensor.numel() < least:
             raise ValueError(

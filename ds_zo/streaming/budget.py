@@ -27,7 +27,7 @@ def decodes_by_matrix(placement: Placement, *, budget_nbytes: int | None) -> boo
     experts are decoded as a whole, because a layer reads them one expert at a time. None: no limit."""
     whole = max((unit.scratch_nbytes for unit in placement.blocks), default=0)
     encoded = [part for unit in placement.blocks for part in unit.parts if not part.direct]
-    are_matrices = all(part.decodes_spans and len(p.shape) == 2 for part in encoded for p in part.placed)
+    are_matrices = all(part.decodes_parameters and len(p.shape) == 2 for part in encoded for p in part.placed)
     return budget_nbytes is not None and 5 * whole > budget_nbytes and are_matrices
 
 

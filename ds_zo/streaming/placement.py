@@ -40,7 +40,7 @@ def register_format(added: FrozenFormat) -> None:
             f"a storage format needs a name and a dtype of its own, got {name} and {dtype}; choose others "
             "(register_format)"
         )
-    if not added.form.scale_nbytes or ALIGN % added.form.group_numel or ALIGN % added.form.packed_numel:
+    if not added.form.scaled or ALIGN % added.form.group_numel or ALIGN % added.form.packed_numel:
         raise ValueError(
             f"a storage format needs scales, and groups and items whose numbers of values divide {ALIGN}, got "
             f"{added.form}; change them (register_format)"

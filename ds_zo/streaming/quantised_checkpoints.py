@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ds_zo.config.json_text import parse_json
-from ds_zo.ops import MXFP4, NF4, mxfp4
-from ds_zo.ops.nf4 import CODE, GROUP_NUMEL, Quantised, expand_absmax
+from ds_zo.ops import MXFP4, NF4, NF4_NESTED, mxfp4, nested
+from ds_zo.ops.nf4 import CODE, GROUP_NUMEL, Quantised
 
 _STATE = ".quant_state.bitsandbytes__nf4"
 _FOREIGN_STATE = ".quant_state.bitsandbytes__fp4"
@@ -25,7 +25,7 @@ def shipped_wire(names: Collection[str], name: str) -> torch.dtype | None:
     if name + _FOREIGN_STATE in names:
         raise ValueError(f"4-bit weights must be NF4, got FP4: save the model with bnb_4bit_quant_type nf4 ({name})")
     if name + _STATE in names:
-        return NF4.dtype
+        return NF4_NESTED.dtype if f"{name}.nested_absmax" in names else NF4.dtype
     return MXFP4.dtype if name + _BLOCKS in names and name + _SCALES in names else None
 
 
@@ -36,7 +36,7 @@ def weight_names(names: Collection[str]) -> set[str]:
 
 
 def read_quantised(read: Callable[[str], torch.Tensor], name: str, wire: torch.dtype = NF4.dtype) -> Quantised:
-    """The weight `name` in the format of `wire`. `read` returns a tensor of the checkpoint by its name."""
+    """The weight `name`, in MXFP4 if `wire` says so, else in NF4. `read` returns the checkpoint's tensors by name."""
     return _read_mxfp4(read, name) if wire is MXFP4.dtype else _read_nf4(read, name)
 
 
@@ -59,39 +59,42 @@ def _read_nf4(read: Callable[[str], torch.Tensor], name: str) -> Quantised:
         state = _state(read, name)
         shape = tuple(state["shape"])
         packed = read(name).reshape(-1).view(torch.uint8)
-        absmax = _absmax(read, name, state)
-        code_book = read(f"{name}.quant_map")
+        absmax = read(f"{name}.absmax").reshape(-1)
+        _check_code_book(f"{name}.quant_map", read, torch.tensor(CODE))
+        num_bytes, num_scales = -(-math.prod(shape) // 2), -(-math.prod(shape) // GROUP_NUMEL)
+        if (packed.numel(), absmax.numel()) != (num_bytes, num_scales):
+            raise ValueError(
+                f"{name} has {packed.numel()} packed bytes and {absmax.numel()} scales, but its shape {list(shape)} "
+                f"needs {num_bytes} and {num_scales}: {_DAMAGED}"
+            )
+        if "nested_offset" not in state:
+            return Quantised(packed, absmax.float(), shape)
+        return nested.NestedValues(packed, _nested_scales(read, name, state, absmax)[None], shape)
     except KeyError as error:
         raise ValueError(f"{error.args[0]} must be among the parts of NF4 weight {name}: {_DAMAGED}") from None
-    if not torch.equal(code_book.float().cpu(), torch.tensor(CODE)):
-        raise ValueError(
-            f"{name}.quant_map must be the code book of NF4, got {code_book.tolist()[:3]} and more: quantise the model "
-            "again with bnb_4bit_quant_type nf4"
-        )
-    num_bytes, num_scales = -(-math.prod(shape) // 2), -(-math.prod(shape) // GROUP_NUMEL)
-    if (packed.numel(), absmax.numel()) != (num_bytes, num_scales):
-        raise ValueError(
-            f"{name} has {packed.numel()} packed bytes and {absmax.numel()} scales, but its shape {list(shape)} needs "
-            f"{num_bytes} and {num_scales}: {_DAMAGED}"
-        )
-    return Quantised(packed, absmax.float(), shape)
 
 
-def _absmax(read: Callable[[str], torch.Tensor], name: str, state: Mapping[str, Any]) -> torch.Tensor:
-    """The scales of the weight's groups, which double quantisation has in 8 bits."""
-    absmax = read(f"{name}.absmax").reshape(-1)
-    if "nested_offset" not in state:
-        return absmax
-    nested, group_numel = read(f"{name}.nested_absmax"), state["nested_blocksize"]
-    if nested.numel() != -(-absmax.numel() // group_numel):
+def _nested_scales(
+    read: Callable[[str], torch.Tensor], name: str, state: Mapping[str, Any], index: torch.Tensor
+) -> torch.Tensor:
+    """The row of scales of a weight with double quantisation."""
+    largest, block_numel = read(f"{name}.nested_absmax").reshape(-1).float(), state["nested_blocksize"]
+    if block_numel != nested.BLOCK_NUMEL or largest.numel() != -(-index.numel() // nested.BLOCK_NUMEL):
         raise ValueError(
-            f"{name}.nested_absmax must have a scale for each {group_numel} of {absmax.numel()} scales, got "
-            f"{nested.numel()}: {_DAMAGED}"
+            f"{name}.nested_absmax must have a scale for each {nested.BLOCK_NUMEL} of {index.numel()} scales, got "
+            f"{largest.numel()} for each {block_numel}: {_DAMAGED}"
         )
-    code_book = read(f"{name}.nested_quant_map")
-    return expand_absmax(
-        absmax, absmax=nested, code_book=code_book, offset=state["nested_offset"], group_numel=group_numel
-    )
+    _check_code_book(f"{name}.nested_quant_map", read, nested.CODE)
+    return nested.row_of(torch.tensor(state["nested_offset"]), largest, index)
+
+
+def _check_code_book(name: str, read: Callable[[str], torch.Tensor], expected: torch.Tensor) -> None:
+    found = read(name).float().cpu()
+    if not torch.equal(found, expected):
+        raise ValueError(
+            f"{name} must be the code book of NF4, got {found.tolist()[:3]} and more: quantise the model again with "
+            "bnb_4bit_quant_type nf4"
+        )
 
 
 def _state(read: Callable[[str], torch.Tensor], name: str) -> Mapping[str, Any]:

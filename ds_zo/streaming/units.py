@@ -49,6 +49,8 @@ class PlacedParameter:
     gradient. (0, 0) if there are none."""
     start: int = 0
     """Index of the parameter's first element in its plane."""
+    first_scale: int = 0
+    """Index of the parameter's first scale in the plane of scales."""
     value_sum: str = ""
     """Form and bits' sum of the value that was stored last, before it was encoded. Training does not change it."""
 
@@ -57,6 +59,13 @@ class PlacedParameter:
 
     def view(self, plane: torch.Tensor) -> torch.Tensor:
         return plane[self.start : self.start + self.numel].view(self.shape)
+
+    @property
+    def num_matrices(self) -> int:
+        """Number of matrices in a stack of experts: one of each expert, or two if gate and up are in one tensor."""
+        if len(self.shape) != 3:
+            return 1
+        return self.shape[0] * (2 if "gate_up" in self.name.rpartition(".")[2] else 1)
 
 
 @dataclass
@@ -71,12 +80,14 @@ class Part:
     frozen: bool
     """The parameters are never trained: their stored bytes do not change."""
     numel: int = 0
+    num_scales: int = 0
     _tables: dict[torch.device, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for placed in self.placed:
-            placed.start = self.numel
-            self.numel += -(-placed.numel // ALIGN) * ALIGN
+            placed.start, placed.first_scale = self.numel, self.num_scales
+            self.numel += _padded(placed.numel)
+            self.num_scales += self._scales_for(placed, padded=True)
 
     @property
     def direct(self) -> bool:
@@ -105,28 +116,41 @@ class Part:
             ops.replay_perturb(planes, table=self.table(out.device), noise=nothing_random, copies=ops.Copies(out))
             return
         assert planes.scales is not None
-        if packed.is_flat:
+        if packed.takes == "spans":
             packed.dequantise_(out, planes.storage, planes.scales)
             return
         for p in self.placed:
-            packed.dequantise_(p.view(out), self.stored(p, planes.storage), planes.scales[self.scales_of(p)])
+            self._decode_parameter_(p.view(out), planes, p)
 
     def decode_one_(self, memory: torch.Tensor, planes: Planes, placed: PlacedParameter) -> torch.Tensor:
-        """Writes the values of one parameter to the first `decoded_nbytes` of `memory`, and returns them. The part
-        `decodes_spans`."""
-        packed = ops.PACKED[self.wire]
-        assert packed.is_flat and planes.scales is not None
-        out = memory[: self.decoded_nbytes(placed)].view(self.dtype)
-        end = placed.start + out.numel()  # with padding, because the kernel writes whole words
-        numel = packed.form.packed_numel
-        scales = planes.scales[packed.form.scales_of(placed.start, end)]
-        packed.dequantise_(out, planes.storage[placed.start // numel : end // numel], scales)
-        return out[: placed.numel].view(placed.shape)
+        """Writes the values of one parameter to the first bytes of `memory`, and returns them. The part
+        `decodes_parameters`."""
+        out = memory[: placed.numel * self.dtype.itemsize].view(self.dtype).view(placed.shape)
+        self._decode_parameter_(out, planes, placed)
+        return out
+
+    def _decode_parameter_(self, out: torch.Tensor, planes: Planes, placed: PlacedParameter) -> None:
+        assert planes.scales is not None
+        out = out.view(self.shape_for_format(placed))
+        ops.PACKED[self.wire].dequantise_(
+            out, self.stored(placed, planes.storage), planes.scales[self.scales_of(placed)]
+        )
+
+    def shape_for_format(self, placed: PlacedParameter) -> tuple[int, ...]:
+        """The shape in which a format of `ops.PACKED` decodes a parameter. Matrices that are not of whole groups count
+        as one."""
+        found = ops.PACKED[self.wire]
+        if found.takes == "spans":
+            return (placed.numel,)
+        if found.takes == "parameters":
+            return placed.shape
+        has_whole_groups = placed.numel % (placed.num_matrices * found.form.group_numel) == 0
+        return (placed.num_matrices if has_whole_groups else 1, -1)
 
     @property
-    def decodes_spans(self) -> bool:
+    def decodes_parameters(self) -> bool:
         """Whether `decode_one_` can decode a parameter by itself."""
-        return self.wire in ops.PACKED and ops.PACKED[self.wire].is_flat
+        return self.wire in ops.PACKED
 
     def decoded_nbytes(self, placed: PlacedParameter) -> int:
         """Bytes of the parameter in its own dtype, with its padding."""
@@ -134,8 +158,16 @@ class Part:
 
     def scales_of(self, placed: PlacedParameter) -> slice:
         """The parameter's slice of the plane of scales."""
-        assert self._format is not None
-        return self._format.scales_of(placed.start, placed.start + placed.numel)
+        return slice(placed.first_scale, placed.first_scale + self._scales_for(placed))
+
+    def _scales_for(self, placed: PlacedParameter, *, padded: bool = False) -> int:
+        """Elements of the plane of scales for the parameter, or for it and its padding."""
+        if self._format is None:
+            return 0
+        if self.wire in ops.PACKED and ops.PACKED[self.wire].takes == "matrices":
+            num_matrices = self.shape_for_format(placed)[0]
+            return num_matrices * self._format.num_scales(placed.numel // num_matrices)
+        return self._format.num_scales(_padded(placed.numel) if padded else placed.numel)
 
     @property
     def scale_dtype(self) -> torch.dtype | None:
@@ -158,9 +190,8 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        fmt = self._format
-        scales = 0 if fmt is None else self.numel // fmt.group_numel * fmt.scale_nbytes
-        return self.storage_nbytes + scales
+        scale_nbytes = 0 if self.scale_dtype is None else self.num_scales * self.scale_dtype.itemsize
+        return self.storage_nbytes + scale_nbytes
 
     @property
     def storage_nbytes(self) -> int:
@@ -555,21 +586,24 @@ class Unit:
         *,
         via: torch.device,
     ) -> None:
-        """Stores a frozen parameter in a format of `ops.PACKED`, from its values in its own dtype: chunk by chunk if
-        the format allows it. Values that are in the same format already keep their bytes."""
+        """Stores a frozen parameter in a format of `ops.PACKED`, from its values in its own dtype: chunk by chunk, or
+        matrix by matrix, if the format allows it. Values that are in the same format already keep their bytes."""
         assert planes.scales is not None
         found = ops.PACKED[part.wire]
         packed = part.stored(placed, planes.storage).view(torch.uint8)
         scales = planes.scales[part.scales_of(placed)]
+        if isinstance(value, nf4.Quantised) and part.wire is ops.NF4.dtype:
+            value = value.plain()
         if isinstance(value, nf4.Quantised) and value.wire is not part.wire:
             value = value.values()
         if isinstance(value, nf4.Quantised):
             ops.copy_staged_(packed, value.packed)
-            ops.copy_staged_(scales, value.absmax)
+            ops.copy_staged_(scales, value.absmax.view(-1))
             return
-        value = value.detach()
+        value = value.detach().reshape(part.shape_for_format(placed))
+        chunks = {"spans": value.split(ops.CHUNK_NUMEL), "matrices": value, "parameters": [value]}  # of whole groups
         begin = at = 0
-        for chunk in value.reshape(-1).split(ops.CHUNK_NUMEL) if found.is_flat else [value]:  # of whole groups
+        for chunk in chunks[found.takes]:
             codes, its_scales = found.quantise(chunk.to(via, part.dtype))
             ops.copy_staged_(packed[begin : begin + codes.numel()], codes)
             ops.copy_staged_(scales[at : at + its_scales.numel()], its_scales)

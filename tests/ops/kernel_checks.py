@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from ds_zo import ops
-from ds_zo.ops import mxfp4, nf4, triton_mxfp4, triton_nf4, triton_ops
+from ds_zo.ops import mxfp4, nested, nf4, triton_mxfp4, triton_nf4, triton_ops
 from ds_zo.ops.formats import exponents_of, storage_format
 from ds_zo.ops.reference import replay_perturb_reference
 from ds_zo.ops.rng import copy_dither, fold_dither
@@ -339,14 +339,34 @@ def check_nf4(device: str) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         expected, found = torch.empty(numel, dtype=dtype), torch.empty(numel, dtype=dtype, device=device)
         nf4.dequantise_(expected, packed, absmax)
-        triton_nf4.dequantise_triton_(found, packed.to(device), absmax.to(device))
+        triton_nf4.dequantise_triton_(found[None], packed.to(device), absmax.to(device))
         number = ~expected.isnan()
         bits = torch.int32 if dtype is torch.float32 else torch.int16
         assert torch.equal(found.cpu().isnan(), ~number), dtype
         assert torch.equal(found.cpu().view(bits)[number], expected.view(bits)[number]), dtype
         part = torch.zeros_like(found[512:1280])  # one matrix of a plane
-        triton_nf4.dequantise_triton_(part, packed.to(device)[256:640], absmax.to(device)[8:20])
+        triton_nf4.dequantise_triton_(part[None], packed.to(device)[256:640], absmax.to(device)[8:20])
         assert torch.equal(part.cpu().view(bits), expected[512:1280].view(bits)), dtype
+
+
+def check_nf4_nested(device: str) -> None:
+    """Encoded and decoded. Sizes that are not of whole words, groups, blocks or programs, and stacks of matrices."""
+    for num_matrices, numel in ((1, 70_003), (1, 9), (3, 64 * 257), (2, 64)):
+        values = torch.randn(num_matrices, numel, generator=torch.Generator().manual_seed(numel)) ** 3
+        coded = [nested.quantise(matrix) for matrix in values]
+        packed, scales = (torch.cat(planes) for planes in zip(*coded, strict=True))
+        on_device = [nested.quantise(matrix.to(device)) for matrix in values]
+        assert torch.equal(packed, torch.cat([each for each, _ in on_device]).cpu())
+        assert torch.equal(scales, torch.cat([row for _, row in on_device]).cpu())
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            expected, found = torch.empty_like(values, dtype=dtype), torch.full_like(values, CANARY, dtype=dtype)
+            ops.dequantise_nf4_(expected, packed, scales)
+            memory = torch.cat([found.view(-1), torch.full((8,), CANARY, dtype=dtype)]).to(device)
+            found = memory[: values.numel()].view_as(values)
+            triton_nf4.dequantise_triton_(found, packed.to(device), scales.to(device))
+            bits = torch.int32 if dtype is torch.float32 else torch.int16
+            assert torch.equal(found.cpu().view(bits), expected.view(bits)), (num_matrices, numel, dtype)
+            assert bool((memory[values.numel() :] == CANARY).all())
 
 
 def check_mxfp4(device: str) -> None:

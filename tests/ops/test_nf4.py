@@ -1,4 +1,4 @@
-"""NF4: packed bytes, `absmax` and values have the bits of bitsandbytes."""
+"""NF4: packed bytes, `absmax` and values have the bits of bitsandbytes, with nested scales and without."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from ds_zo import ops
-from ds_zo.ops import nf4
+from ds_zo.ops import nested, nf4
 from ds_zo.streaming.quantised_checkpoints import read_quantised
 
 VECTORS = Path(__file__).with_name("nf4_vectors.safetensors")
@@ -33,8 +33,11 @@ def assert_equal_to(vectors: dict[str, torch.Tensor]) -> None:
         stored = read_quantised(of.__getitem__, "weight")
         assert stored.shape == of["values"].shape
         out = torch.empty(of["values"].numel(), dtype=of["values"].dtype)
-        ops.dequantise_nf4_(out, stored.packed, stored.absmax)
+        ops.dequantise_nf4_(out, stored.packed, stored.absmax.view(-1))
         assert_same_bits(out, of["dequantised"])
+        if case.endswith("double"):
+            assert_same_bits(nested.quantise(of["values"])[1], stored.absmax)
+            assert_same_bits(stored.values().to(out.dtype), out)
 
 
 def test_bits_are_those_that_bitsandbytes_wrote() -> None:
@@ -55,6 +58,7 @@ def test_bits_are_those_that_bitsandbytes_wrote() -> None:
         ),
         ("weight.nested_absmax", None, "nested_absmax must be among the parts"),
         ("weight.nested_absmax", lambda t: t[:0], r"nested_absmax must have a scale for each 256 of 8 scales, got 0"),
+        ("weight.nested_quant_map", lambda t: 2 * t, r"nested_quant_map must be the code book of NF4"),
     ],
 )
 def test_a_truncated_checkpoint_is_refused(
@@ -89,5 +93,43 @@ def test_values_beyond_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_planes_of_the_wrong_size_are_refused() -> None:
     packed, absmax = nf4.quantise(torch.ones(128))
-    with pytest.raises(ValueError, match=r"absmax must be .* with 2 elements, got .*\(1,\)"):
+    with pytest.raises(ValueError, match=r"scales must be .* with 2 elements, got .*\(1,\)"):
         ops.dequantise_nf4_(torch.empty(128), packed, absmax[:1])
+    packed, scales = nested.quantise(torch.ones(128))
+    with pytest.raises(ValueError, match=r"scales must be .*uint8 with 24 elements, got .*\(12,\)"):
+        ops.dequantise_nf4_(torch.empty(2, 64), packed, scales)
+
+
+def test_nested_scales_follow_their_formula() -> None:
+    """Sizes around groups of 64 and blocks of 256 of them. The nearest of 256 numbers, by trying them all."""
+    assert len(nested.CODE) == 256 and bool((nested.CODE[1:] > nested.CODE[:-1]).all())
+    for numel in (1, 63, 65, 700, 64 * 256, 64 * 256 + 1, 3 * 64 * 256 - 5):
+        values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) ** 3
+        packed, absmax = nf4.quantise(values)
+        packed_too, row = nested.quantise(values)
+        assert torch.equal(packed, packed_too)
+        num_blocks = -(-len(absmax) // 256)
+        assert len(row) == ops.NF4_NESTED.num_scales(numel) == 4 + 4 * num_blocks + -(-len(absmax) // 4) * 4
+        offset, *largest = row[: 4 + 4 * num_blocks].view(torch.float32)
+        assert offset == absmax.double().mean().float()
+        expanded = nested.expand(row[None], numel)
+        for block, (own, factor) in enumerate(zip(absmax.split(256), largest, strict=True)):
+            assert factor == (own - offset).abs().max()
+            index = ((own - offset)[:, None] - nested.CODE * factor).abs().argmin(dim=1)
+            step = nested.CODE[index] * factor
+            found = expanded[256 * block : 256 * block + len(own)]
+            torch.testing.assert_close(found, step + offset, rtol=0, atol=float(factor) * 1e-6)
+
+
+def test_a_stack_has_the_rows_of_its_matrices() -> None:
+    """Decoded at once and one by one, and the bytes of a weight."""
+    stack = torch.randn(6, 64 * 300, generator=torch.Generator().manual_seed(0))
+    parts = [nested.quantise(matrix) for matrix in stack]
+    packed, rows = (torch.cat(planes) for planes in zip(*parts, strict=True))
+    found = torch.empty_like(stack)
+    ops.dequantise_nf4_(found, packed, rows)
+    for matrix, (its_packed, row) in zip(found, parts, strict=True):
+        alone = torch.empty_like(matrix)
+        ops.dequantise_nf4_(alone, its_packed, row)
+        assert_same_bits(matrix, alone)
+    assert ops.NF4_NESTED.num_scales(4096 * 4096) / 4096**2 + 0.5 == pytest.approx(0.51587, abs=1e-5)

@@ -188,8 +188,9 @@ def test_streamed_lsp_takes_and_moves_the_planned_bytes(resident: int) -> None:
     assert_moves_as_planned(plan, engine, block_store.runtime, besides=plan.host["payload"] // 2)
 
 
-def test_adapter_takes_the_planned_bytes_on_both_sides() -> None:
-    stream = {"resident_blocks": 1, "frozen_dtype": "nf4", "offload_activations": True}
+@pytest.mark.parametrize("form", ["nf4", "nf4_nested"])
+def test_adapter_takes_the_planned_bytes_on_both_sides(form: str) -> None:
+    stream = {"resident_blocks": 1, "frozen_dtype": form, "offload_activations": True}
     plan = estimate_adapter(planned("llama", dtype="bf16"), Limits(), stream=StreamConfig(**stream), offload=True)
     model, section = with_adapters(), streams(stream)
     section["ds_zo"]["backend"] = "adapter"

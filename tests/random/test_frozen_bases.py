@@ -24,7 +24,7 @@ from tests.helpers.tiny_models import tiny_model
 from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")
-FORMS = ["auto", "nf4", "fp8", "bf12"]
+FORMS = ["auto", "nf4", "nf4_nested", "fp8", "bf12"]
 CHANGES = ["none", "bit", "rows", "all", "pissa"]
 BF16 = {"bf16": {"enabled": True}}
 

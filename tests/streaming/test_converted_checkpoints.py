@@ -69,7 +69,7 @@ def adapter_json(frozen_dtype: str) -> dict[str, Any]:
     return config | {"ds_zo": {"backend": "adapter", "stream": {"frozen_dtype": frozen_dtype}}}
 
 
-@pytest.mark.parametrize("frozen_dtype", ["auto", "fp8", "nf4"])
+@pytest.mark.parametrize("frozen_dtype", ["auto", "fp8", "nf4", "nf4_nested"])
 def test_stored_bytes_are_those_of_from_pretrained(frozen_dtype: Any, tmp_path: Path) -> None:
     folder = experts(tmp_path)
     ours = load_pretrained(AUTO, folder, dtype=torch.bfloat16, frozen_dtype=frozen_dtype)

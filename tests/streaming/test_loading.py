@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
-from ds_zo.ops import mxfp4, nf4
+from ds_zo.checkpoint import CheckpointError
+from ds_zo.ops import mxfp4, nested, nf4
 from ds_zo.streaming.loading import SafetensorsSource, load_pretrained, read_all
 from tests.helpers.loaded_models import engine_for, lora_over, zo_json
 from tests.helpers.lomo_runs import batches, train
@@ -325,7 +326,9 @@ def adapter_losses(engine: Any) -> list[float]:
     return train(engine, batches("llama", 2))
 
 
-def bitsandbytes_folder(folder: Path, *, settings: dict[str, Any] | None = None) -> tuple[str, nn.Module]:
+def bitsandbytes_folder(
+    folder: Path, *, nests: bool = False, settings: dict[str, Any] | None = None
+) -> tuple[str, nn.Module]:
     """A model as transformers saves one that bitsandbytes has quantised, and the model with the decoded values."""
     model = tiny_model("llama").bfloat16()
     tensors: dict[str, torch.Tensor] = {}
@@ -335,23 +338,32 @@ def bitsandbytes_folder(folder: Path, *, settings: dict[str, Any] | None = None)
             continue
         packed, absmax = nf4.quantise(p)
         state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(p.shape)}
+        value = nf4.Quantised(packed, absmax, tuple(p.shape))
+        if nests:
+            row = nested.encode(absmax)
+            offset, *largest = row[: 4 + 4 * -(-len(absmax) // 256)].view(torch.float32).tolist()
+            absmax = row[4 + 4 * len(largest) :][: len(absmax)].clone()
+            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+            tensors |= {f"{name}.nested_absmax": torch.tensor(largest), f"{name}.nested_quant_map": nested.CODE}
+            value = nested.NestedValues(packed, row[None], tuple(p.shape))
         tensors |= {name: packed[:, None], f"{name}.absmax": absmax, f"{name}.quant_map": torch.tensor(nf4.CODE)}
         tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode())).byte()
-        p.data = nf4.Quantised(packed, absmax, tuple(p.shape)).values().bfloat16()
+        p.data = value.values().bfloat16()
     model.config.quantization_config = settings or {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
     }
     model.config.save_pretrained(folder)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file({k: v.clone() for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder), model
 
 
 @pytest.mark.parametrize("backend", ["zo", "adapter"])
-@pytest.mark.parametrize("stream", [{"frozen_dtype": "nf4"}, {}], ids=["nf4", "decoded"])
-def test_a_checkpoint_of_bitsandbytes(stream: dict[str, Any], backend: str, tmp_path: Path) -> None:
-    folder, decoded = bitsandbytes_folder(tmp_path)
+@pytest.mark.parametrize("stream", [{"frozen_dtype": "nf4"}, {}], ids=["nf4", "as shipped"])
+@pytest.mark.parametrize("nests", [False, True])
+def test_a_checkpoint_of_bitsandbytes(nests: bool, stream: dict[str, Any], backend: str, tmp_path: Path) -> None:
+    folder, decoded = bitsandbytes_folder(tmp_path, nests=nests)
     model = load_pretrained(hf.AutoModelForCausalLM, folder, dtype=torch.bfloat16)
     config = zo_json(bf16={"enabled": True}, ds_zo={"stream": stream})
     if backend == "adapter":
@@ -363,6 +375,33 @@ def test_a_checkpoint_of_bitsandbytes(stream: dict[str, Any], backend: str, tmp_
         name = "base_model.model." + name.replace("q_proj.", "q_proj.base_layer.")
         assert torch.equal(values[name], p.data), name
     assert all(map(math.isfinite, adapter_losses(engine)))
+    blocks = (engine.backend.blocks.store if backend == "adapter" else engine.backend.store.blocks).placement.blocks
+    form = "nf4_nested" if nests and not stream else "nf4"
+    assert {part.stored_as for unit in blocks for part in unit.parts} == {"bfloat16", form}
+
+
+def test_a_changed_byte_of_a_scale_is_another_base(tmp_path: Path) -> None:
+    """A run over nested scales resumes with them and with float32 ones, whose values are the same."""
+    folder, _ = bitsandbytes_folder(tmp_path / "model", nests=True)
+
+    def engine_over(form: str) -> Any:
+        model = load_pretrained(hf.AutoModelForCausalLM, folder, dtype=torch.bfloat16)
+        return engine_for(lora_over(model), zo_json(bf16={"enabled": True}, ds_zo={"stream": {"frozen_dtype": form}}))
+
+    engine = engine_over("auto")
+    adapter_losses(engine)
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    losses = adapter_losses(engine)
+    for form in ("auto", "nf4_nested", "nf4"):
+        resumed = engine_over(form)
+        resumed.load_checkpoint(str(tmp_path / "saved"))
+        assert adapter_losses(resumed) == losses, form
+    files = load_file(Path(folder, "model.safetensors"))
+    name = next(name for name in files if name.endswith("down_proj.weight.absmax"))
+    files[name][1] ^= 1
+    save_file(files, Path(folder, "model.safetensors"), metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"needs the base of its run .*down_proj.* differs"):
+        engine_over("auto").load_checkpoint(str(tmp_path / "saved"))
 
 
 def test_what_cannot_be_loaded_in_four_bits_is_refused(tmp_path: Path) -> None:
@@ -378,7 +417,9 @@ def test_what_cannot_be_loaded_in_four_bits_is_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=rf"reads a folder of safetensors .*, got {found}"):
             load_pretrained(hf.AutoModelForCausalLM, name, frozen_dtype="nf4", **further)
-    with pytest.raises(ValueError, match=r"frozen_dtype must be one of auto, bf12, fp8, nf4, mxfp4, got 'int4'"):
+    with pytest.raises(
+        ValueError, match=r"frozen_dtype must be one of auto, bf12, fp8, nf4, nf4_nested, mxfp4, got 'int4'"
+    ):
         load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="int4")  # type: ignore[arg-type]
     for method in ("LOMO", "ZO"):
         model = lora_over(load_pretrained(hf.AutoModelForCausalLM, folder, frozen_dtype="nf4"))

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ds_zo import ops
-from ds_zo.ops import nf4
+from ds_zo.ops import nested, nf4
 from ds_zo.streaming.host_store import PAGE, HostStore
 from ds_zo.streaming.placement import Placement, evenly_spaced, place_units, plan_units
 from ds_zo.streaming.units import Part, PlacedParameter, Unit
@@ -54,6 +54,29 @@ def test_nf4_is_stored_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(planes[0][: packed.numel()], packed)
     assert torch.equal(planes[0][512 : 512 + 4 * absmax.numel()].view(torch.float32), absmax)
     assert torch.equal(*planes)
+
+
+@pytest.mark.parametrize(("width", "num_rows"), [(64, 6), (24, 1)])
+def test_experts_have_the_nested_scales_of_their_own_matrices(width: int, num_rows: int) -> None:
+    """Gate and up of one tensor are two matrices. Matrices that are not of whole groups count as one."""
+    values = {"mlp.gate_up_proj": torch.randn(3, 2 * 5, width), "mlp.down_proj": torch.randn(3, width, 5)}
+    placed = [PlacedParameter(name, nn.Parameter(v.bfloat16()), 0, 0, False) for name, v in values.items()]
+    part = Part(placed, torch.bfloat16, ops.NF4_NESTED.dtype, split=False, frozen=True)
+    unit = Unit("u", nn.Module(), [part], index=0, is_block=True)
+    unit.assign_buffers(torch.zeros(unit.nbytes, dtype=torch.uint8), None, streamed=True, low_streamed=False)
+    unit.store(lambda p: values[p.name])
+    [planes] = unit.planes(unit.store_buffer)
+    assert planes.scales is not None
+    out = torch.full((part.numel,), -1.0, dtype=torch.bfloat16)
+    part.decode_(out, planes)
+    for p, rows in zip(placed, (num_rows, 3 if width == 64 else 1), strict=True):
+        found = [nested.quantise(matrix) for matrix in p.parameter.detach().view(rows, -1)]
+        assert torch.equal(part.stored(p, planes.storage).view(torch.uint8), torch.cat([each for each, _ in found]))
+        assert torch.equal(planes.scales[part.scales_of(p)], torch.cat([row for _, row in found]))
+        value = nested.NestedValues(*map(torch.cat, zip(*((a, r[None]) for a, r in found), strict=True)), p.shape)
+        assert torch.equal(p.view(out), value.values().bfloat16())
+        memory = torch.empty(part.decoded_nbytes(p), dtype=torch.uint8)
+        assert torch.equal(part.decode_one_(memory, planes, p), p.view(out))
 
 
 def decoded(unit: Unit) -> list[torch.Tensor]:

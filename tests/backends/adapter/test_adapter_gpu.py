@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "max_position_embeddings": 2048}
 
 
-@pytest.mark.parametrize("form", ["auto", "nf4", "fp8"])
+@pytest.mark.parametrize("form", ["auto", "nf4", "nf4_nested", "fp8"])
 def test_placements_give_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large weights and few tokens: a copy that a kernel does not wait for would show."""
     model = adapted("rslora", dtype=torch.bfloat16, **SIZES)
@@ -26,7 +26,7 @@ def test_placements_give_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatc
     for options in ({"resident_blocks": 0}, {"resident_blocks": 2, "device_slots": 3}, {}):
         assert_same(run(model, data, **options, **more), expected)
     assert_same(run(model, data, resident_blocks=0, offload_activations=True, **more), expected)
-    if form == "nf4":
+    if form.startswith("nf4"):
         monkeypatch.setattr("ds_zo.backends.adapter.streamed.decodes_by_matrix", lambda *_, **__: True)
         for options in ({"resident_blocks": 0}, {"resident_blocks": 2, "device_slots": 3}, {}):
             assert_same(run(model, data, **options, **more), expected)

@@ -48,7 +48,13 @@ def test_streamed_and_resident_runs_equal_a_plain_loop(method: str) -> None:
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    [("nf4", torch.float32), ("nf4", torch.bfloat16), ("fp8", torch.float32), ("bf12", torch.bfloat16)],
+    [
+        ("nf4", torch.float32),
+        ("nf4", torch.bfloat16),
+        ("nf4_nested", torch.bfloat16),
+        ("fp8", torch.float32),
+        ("bf12", torch.bfloat16),
+    ],
 )
 def test_a_stored_base_equals_its_decoded_values(form: str, dtype: torch.dtype) -> None:
     model, data = adapted(dtype=dtype), batches(3)

@@ -28,17 +28,19 @@ def whole_nbytes(model: nn.Module) -> int:
     return max(u.scratch_nbytes for u in plan_units(model, [], frozen_wire=WIRE["nf4"], split=False).blocks)
 
 
-def tight(model: nn.Module) -> dict[str, Any]:
+def tight(model: nn.Module, form: str = "nf4") -> dict[str, Any]:
     """A budget under which blocks are decoded by matrix."""
-    return {"frozen_dtype": "nf4", "device_memory_gb": 4.9 * whole_nbytes(model) / 1e9}
+    return {"frozen_dtype": form, "device_memory_gb": 4.9 * whole_nbytes(model) / 1e9}
 
 
-@pytest.mark.parametrize("method", ["lora", "dora", "prompt"])
-def test_runs_equal_those_over_decoded_values(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "form"), [("lora", "nf4"), ("lora", "nf4_nested"), ("dora", "nf4"), ("prompt", "nf4")]
+)
+def test_runs_equal_those_over_decoded_values(method: str, form: str) -> None:
     model, data = adapted(method, **WIDE), batches(3)
-    expected = run(with_decoded_base(model, "nf4"), data, offload=False)
+    expected = run(with_decoded_base(model, form), data, offload=False)
     for options in ({}, {"resident_blocks": 1, "offload_activations": True}, {"resident_blocks": 3}):
-        assert_same(run(model, data, **tight(model), **options), expected)
+        assert_same(run(model, data, **tight(model, form), **options), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -135,6 +137,7 @@ def test_which_blocks_are_decoded_by_matrix() -> None:
     for name, form, share, found in (
         ("llama", "nf4", 4.9, True),
         ("llama", "nf4", 5.1, False),
+        ("llama", "nf4_nested", 4.9, True),
         ("llama", "fp8", 4.9, False),
         ("mixtral", "nf4", 4.9, False),
     ):

@@ -103,7 +103,7 @@ def test_zo_trains_over_it() -> None:
 
 
 def test_the_configuration_knows_it() -> None:
-    assert "`auto` or `bf12` or `fp8` or `nf4` or `mxfp4` or `int4` or `int8`" in key_tables()
+    assert "`auto` or `bf12` or `fp8` or `nf4` or `nf4_nested` or `mxfp4` or `int4` or `int8`" in key_tables()
     with pytest.raises(ConfigError, match=r'one of auto, .*, mxfp4, int4, int8, got "int44"; did you mean "int4"'):
         resolve(adapter_json(own=False, frozen_dtype="int44"))
 

@@ -52,7 +52,8 @@ def run(model: nn.Module, **options: Any) -> tuple[list[float], dict[str, torch.
 
 
 @pytest.mark.parametrize(
-    ("make", "form", "interval"), [(lora, "nf4", 1), (lora, "fp8", 1), (lora, "bf12", 1), (partly_frozen, "nf4", 2)]
+    ("make", "form", "interval"),
+    [(lora, "nf4", 1), (lora, "nf4_nested", 1), (lora, "fp8", 1), (lora, "bf12", 1), (partly_frozen, "nf4", 2)],
 )
 def test_a_stored_base_equals_its_decoded_values(make: Any, form: str, interval: int) -> None:
     """Streamed and resident, and as a model that holds the decoded values in bf16."""
