@@ -44,6 +44,30 @@ class Conversions:
     def names(self) -> set[str]:
         return set(self._groups)
 
+    def sources(self, name: str) -> list[str]:
+        """The tensors of which the weight is made."""
+        return [tensor for _, tensor in self._groups[name].sources]
+
+    def stack_of(self, name: str) -> list[str]:
+        """The sources in the order in which their values follow each other in the weight; empty if they do not. The
+        rule is applied to small tensors of numbers, which show where it puts them."""
+        group, names = self._groups[name], self.sources(name)
+        if group.rule is None:
+            return names
+        numbers = torch.arange(6 * len(names)).view(-1, 2, 3)
+        read = ((pattern, tensor, numbers[i]) for i, (pattern, tensor) in enumerate(group.sources))
+        try:
+            found = versions.apply_rule(group.rule, group.first, read, config=self._config, weights=self._wanted)[name]
+            rows = found.reshape(-1, 6)
+        except (RuntimeError, ValueError, IndexError):  # the rule depends on shapes
+            return []
+        order = rows[:, 0] // 6
+        is_stack = len(rows) == len(names) and torch.equal(rows, numbers.view(-1, 6)[order])
+        return [names[i] for i in order] if is_stack else []
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._wanted[name].shape)
+
     def read(self, name: str, read_tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """The weight `name`. Beside it, only the tensors of its group are in memory."""
         group, wanted = self._groups[name], self._wanted[name]

@@ -3,6 +3,7 @@ one."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,11 +19,11 @@ from torch import nn
 from ds_zo.config import ConfigError
 from ds_zo.config.json_text import check_file_names, parse_json
 from ds_zo.config.section import FROZEN_DTYPES, FrozenDtype
-from ds_zo.ops import MXFP4
-from ds_zo.ops.nf4 import Quantised
+from ds_zo.ops import MXFP4, NF4, NF4_NESTED
+from ds_zo.ops.nf4 import GROUP_NUMEL, Quantised
 from ds_zo.streaming import quantised_checkpoints
 from ds_zo.streaming.converted_checkpoints import Conversions
-from ds_zo.streaming.units import PlacedParameter
+from ds_zo.streaming.units import PlacedParameter, num_matrices
 from ds_zo.versions import dtype_without_request
 
 _SOURCE = "_ds_zo_source"
@@ -274,7 +275,7 @@ class SafetensorsSource:
 
     def convert_for(self, model: nn.Module) -> None:
         """From now on names are those of a transformers model, which may differ from the files' own."""
-        self._conversions = Conversions(model, self._file_of)
+        self._conversions = Conversions(model, quantised_checkpoints.plain_names(self._file_of))
 
     def names(self) -> set[str]:
         return set(self._file_of) if self._conversions is None else self._conversions.names()
@@ -312,15 +313,46 @@ class SafetensorsSource:
             yield file
 
     def stored(self, name: str) -> torch.Tensor | Quantised:
-        """The weight as the files hold it."""
-        if self._conversions is not None:
+        """The weight as the files hold it. A stack of experts in four bits keeps the bytes of its matrices."""
+        if self._conversions is None:
+            return self._as_shipped(name)
+        if self._shipped_wires(name) == {None}:
             return self._conversions.read(name, self._tensor)
         wire = self.shipped_wire(name)
-        return self._tensor(name) if wire is None else quantised_checkpoints.read_quantised(self._tensor, name, wire)
+        if wire is None:
+            return self._conversions.read(name, self._values)
+        read = partial(quantised_checkpoints.read_quantised, self._tensor, wire=wire)
+        parts = [read(tensor) for tensor in self._conversions.stack_of(name)]
+        return quantised_checkpoints.stacked(name, parts, self._conversions.shape(name))
+
+    def _as_shipped(self, tensor: str) -> torch.Tensor | Quantised:
+        wire = quantised_checkpoints.shipped_wire(self._file_of, tensor)
+        return (
+            self._tensor(tensor) if wire is None else quantised_checkpoints.read_quantised(self._tensor, tensor, wire)
+        )
+
+    def _values(self, tensor: str) -> torch.Tensor:
+        found = self._as_shipped(tensor)
+        return found.values() if isinstance(found, Quantised) else found.float()
+
+    def _shipped_wires(self, name: str) -> set[torch.dtype | None]:
+        """The formats of the tensors of which the weight is made."""
+        sources = [name] if self._conversions is None else self._conversions.sources(name)
+        return {quantised_checkpoints.shipped_wire(self._file_of, tensor) for tensor in sources}
 
     def shipped_wire(self, name: str) -> torch.dtype | None:
-        """The dtype that stands for the weight's four-bit format; None if it is not in four bits."""
-        return quantised_checkpoints.shipped_wire(self._file_of, name)
+        """The dtype that stands for the weight's four-bit format; None if it is not in four bits, or made of tensors
+        that are not stacked in whole groups."""
+        wires = self._shipped_wires(name)
+        if len(wires) > 1 or None in wires:
+            return None
+        [wire] = wires
+        if self._conversions is None:
+            return wire
+        shape, number = self._conversions.shape(name), len(self._conversions.stack_of(name))
+        if number == 0 or (number > 1 and math.prod(shape) % (number * GROUP_NUMEL)):
+            return None
+        return NF4.dtype if wire is NF4_NESTED.dtype and number != num_matrices(name, shape) else wire
 
     def __call__(self, name: str) -> torch.Tensor:
         found = self.stored(name)
@@ -361,9 +393,10 @@ def load_pretrained(
     dtype.
 
     This needs a folder of safetensors. Weights that transformers makes of other tensors, such as stacks of experts, are
-    made one at a time. Weights may be quantised to NF4 by bitsandbytes, or to MXFP4, under the model's own parameter
-    names. All other models (Hub names not on disk, other quantised files) are loaded by `from_pretrained`, or refused
-    if `frozen_dtype` is given. `deepspeed.initialize` then frees their weights unit by unit as it stores them.
+    made one at a time. Weights may be quantised to NF4 by bitsandbytes, stacks of experts too, or to MXFP4 under the
+    model's own parameter names. All other models (Hub names not on disk, other quantised files) are loaded by
+    `from_pretrained`, or refused if `frozen_dtype` is given. `deepspeed.initialize` then frees their weights unit by
+    unit as it stores them.
     """
     from accelerate import init_empty_weights
     from transformers import AutoConfig, GenerationConfig
@@ -391,7 +424,7 @@ def load_pretrained(
             model: nn.Module = make(config, dtype=_dtype(dtype, config, source))
         _keep_in_float32(model)
         model.tie_weights()  # type: ignore[operator]
-        if quantisation is None:
+        if quantisation != "mxfp4":
             source.convert_for(model)
         absent = sorted({name for name, _ in model.named_parameters()} - source.weight_names())
         untied = None if absent or is_foreign else _untied_name(model, source)
@@ -414,7 +447,7 @@ def load_pretrained(
     if frozen_dtype is not None:
         raise ValueError(
             "load_pretrained with frozen_dtype reads a folder of safetensors with all weights of the model, in 16 or "
-            f"32 bits, or in NF4 or MXFP4 under the model's own parameter names, got {found} ({name_or_path}): pass "
+            f"32 bits, in NF4, or in MXFP4 under the model's own parameter names, got {found} ({name_or_path}): pass "
             "such a folder alone, as huggingface_hub.snapshot_download makes one, or set ds_zo.stream.frozen_dtype in "
             "the JSON instead"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,21 @@ def weight_names(names: Collection[str]) -> set[str]:
     """The names of a checkpoint's tensors and of its weights in MXFP4, which have no tensor of their own name."""
     packed = (name.removesuffix(_BLOCKS) for name in names if name.endswith(_BLOCKS))
     return {*names, *(name for name in packed if name + _SCALES in names)}
+
+
+def plain_names(names: Collection[str]) -> set[str]:
+    """The names of weights, without the other tensors of weights in NF4."""
+    states = {name.removesuffix(_STATE) for name in names if name.endswith(_STATE)}
+    return {name for name in names if name.rpartition(".")[0] not in states and not name.endswith(_STATE)}
+
+
+def stacked(name: str, parts: Sequence[Quantised], shape: tuple[int, ...]) -> Quantised:
+    """The weight whose matrices are `parts`, in this order."""
+    found = [part.shape for part in parts]
+    if sum(map(math.prod, found)) != math.prod(shape) or len(set(found)) != 1:
+        raise ValueError(f"{name} must have shape {shape}, got matrices of {sorted(set(found))}: {_DAMAGED}")
+    packed, scales = torch.cat([part.packed for part in parts]), torch.cat([part.absmax for part in parts])
+    return type(parts[0])(packed, scales, shape)
 
 
 def read_quantised(read: Callable[[str], torch.Tensor], name: str, wire: torch.dtype = NF4.dtype) -> Quantised:

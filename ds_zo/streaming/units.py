@@ -60,12 +60,12 @@ class PlacedParameter:
     def view(self, plane: torch.Tensor) -> torch.Tensor:
         return plane[self.start : self.start + self.numel].view(self.shape)
 
-    @property
-    def num_matrices(self) -> int:
-        """Number of matrices in a stack of experts: one of each expert, or two if gate and up are in one tensor."""
-        if len(self.shape) != 3:
-            return 1
-        return self.shape[0] * (2 if "gate_up" in self.name.rpartition(".")[2] else 1)
+
+def num_matrices(name: str, shape: Sequence[int]) -> int:
+    """Number of matrices in a stack of experts: one of each expert, or two if gate and up are in one tensor."""
+    if len(shape) != 3:
+        return 1
+    return shape[0] * (2 if "gate_up" in name.rpartition(".")[2] else 1)
 
 
 @dataclass
@@ -144,8 +144,9 @@ class Part:
             return (placed.numel,)
         if found.takes == "parameters":
             return placed.shape
-        has_whole_groups = placed.numel % (placed.num_matrices * found.form.group_numel) == 0
-        return (placed.num_matrices if has_whole_groups else 1, -1)
+        number = num_matrices(placed.name, placed.shape)
+        has_whole_groups = placed.numel % (number * found.form.group_numel) == 0
+        return (number if has_whole_groups else 1, -1)
 
     @property
     def decodes_parameters(self) -> bool:
@@ -594,7 +595,7 @@ class Unit:
         scales = planes.scales[part.scales_of(placed)]
         if isinstance(value, nf4.Quantised) and part.wire is ops.NF4.dtype:
             value = value.plain()
-        if isinstance(value, nf4.Quantised) and value.wire is not part.wire:
+        if isinstance(value, nf4.Quantised) and (value.wire is not part.wire or value.absmax.numel() != scales.numel()):
             value = value.values()
         if isinstance(value, nf4.Quantised):
             ops.copy_staged_(packed, value.packed)

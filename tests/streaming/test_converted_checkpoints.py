@@ -15,9 +15,10 @@ from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ds_zo.cli import main
 from ds_zo.streaming.converted_checkpoints import Conversions
 from ds_zo.streaming.loading import SafetensorsSource, load_pretrained
-from tests.helpers.loaded_models import engine_for, lora_over, zo_json
+from tests.helpers.loaded_models import BITSANDBYTES, bitsandbytes_tensors, engine_for, lora_over, zo_json
 from tests.helpers.moe_configs import moe_configs
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -122,3 +123,54 @@ def test_a_checkpoint_without_one_expert_is_refused(tmp_path: Path) -> None:
         model = load_pretrained(AUTO, folder, dtype=torch.bfloat16)
         with pytest.raises(ValueError, match=rf"gate_up_proj must have shape \(4, 32, 32\), got {said}, .* again$"):
             values(model)
+
+
+def in_four_bits(folder: Path, target: Path, *, nests: bool, but: str = "no tensor") -> tuple[str, str]:
+    """Folders of the model as bitsandbytes quantises it under transformers 4, where each expert is a linear layer, and
+    of its decoded values. `but`: a part of the names of matrices that are not quantised."""
+    packed, decoded = {}, {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        packed[name] = decoded[name] = value
+        if "_proj" in name and but not in name:
+            added, values = bitsandbytes_tensors(name, value, nests=nests)
+            packed |= added
+            decoded[name] = values.to(value.dtype)
+    for kind, tensors in (("packed", packed), ("decoded", decoded)):
+        config = hf.AutoConfig.from_pretrained(folder)
+        if kind == "packed":
+            config.quantization_config = BITSANDBYTES
+        config.save_pretrained(target / kind)
+        save_file(tensors, target / kind / "model.safetensors", {"format": "pt"})
+    return str(target / "packed"), str(target / "decoded")
+
+
+@pytest.mark.parametrize("nests", [False, True])
+def test_experts_in_four_bits_keep_their_bytes(nests: bool, tmp_path: Path) -> None:
+    """The files have each expert's matrices. Stored values are those of a model with the decoded values, and a merged
+    export has them."""
+    experts(tmp_path)
+    packed, decoded = in_four_bits(tmp_path, tmp_path, nests=nests)
+    ours = load_pretrained(AUTO, packed, dtype=torch.bfloat16)
+    engine = engine_for(lora_over(ours), adapter_json("auto"))
+    units = engine.backend.blocks.store.placement.blocks
+    forms = {p.name: part.stored_as for unit in units for part in unit.parts for p in part.placed if len(p.shape) > 1}
+    own = "nf4_nested" if nests else "nf4"
+    assert set(forms.values()) == {own, "bfloat16"} and all(
+        form == ("bfloat16" if "gate.weight" in name else own) for name, form in forms.items()
+    )
+    theirs = engine_for(lora_over(AUTO.from_pretrained(decoded, dtype=torch.bfloat16)), adapter_json("auto"))
+    expected = theirs.module.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in engine.module.state_dict().items())
+    engine.save_checkpoint(str(tmp_path / "saves"))
+    assert main(["export", str(tmp_path / "saves"), str(tmp_path / "merged"), "--merge"]) == 0
+    merged = AUTO.from_pretrained(tmp_path / "merged").named_parameters()
+    stacks = {f"base_model.model.{name}": p.data for name, p in merged if p.dim() == 3 or "o_proj" in name}
+    assert stacks and all(torch.equal(value, expected[name]) for name, value in stacks.items())
+
+
+def test_experts_that_are_partly_in_four_bits_are_decoded(tmp_path: Path) -> None:
+    experts(tmp_path)
+    packed, decoded = in_four_bits(tmp_path, tmp_path, nests=True, but="experts.1.up_proj")
+    ours = values(load_pretrained(AUTO, packed, dtype=torch.bfloat16))
+    theirs = AUTO.from_pretrained(decoded, dtype=torch.bfloat16)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.named_parameters())

@@ -18,9 +18,9 @@ from torch import nn
 from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from ds_zo.checkpoint import CheckpointError
-from ds_zo.ops import mxfp4, nested, nf4
+from ds_zo.ops import mxfp4
 from ds_zo.streaming.loading import SafetensorsSource, load_pretrained, read_all
-from tests.helpers.loaded_models import engine_for, lora_over, zo_json
+from tests.helpers.loaded_models import BITSANDBYTES, bitsandbytes_tensors, engine_for, lora_over, zo_json
 from tests.helpers.lomo_runs import batches, train
 from tests.helpers.tiny_models import tiny_batch, tiny_model
 
@@ -336,26 +336,12 @@ def bitsandbytes_folder(
         if ".layers." not in name or p.dim() < 2:
             tensors[name] = p.detach().clone()
             continue
-        packed, absmax = nf4.quantise(p)
-        state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(p.shape)}
-        value = nf4.Quantised(packed, absmax, tuple(p.shape))
-        if nests:
-            row = nested.encode(absmax)
-            offset, *largest = row[: 4 + 4 * -(-len(absmax) // 256)].view(torch.float32).tolist()
-            absmax = row[4 + 4 * len(largest) :][: len(absmax)].clone()
-            state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
-            tensors |= {f"{name}.nested_absmax": torch.tensor(largest), f"{name}.nested_quant_map": nested.CODE}
-            value = nested.NestedValues(packed, row[None], tuple(p.shape))
-        tensors |= {name: packed[:, None], f"{name}.absmax": absmax, f"{name}.quant_map": torch.tensor(nf4.CODE)}
-        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode())).byte()
-        p.data = value.values().bfloat16()
-    model.config.quantization_config = settings or {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-    }
+        added, values = bitsandbytes_tensors(name, p, nests=nests)
+        tensors |= added
+        p.data = values.bfloat16()
+    model.config.quantization_config = settings or BITSANDBYTES
     model.config.save_pretrained(folder)
-    save_file({k: v.clone() for k, v in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder), model
 
 
