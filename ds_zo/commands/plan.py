@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds_zo.commands.arguments import add_command, add_machine, json_object, machine_rates, unprinted
+
+if TYPE_CHECKING:
+    from ds_zo.planner import Plan, Rates
 
 
 def add(commands: Any) -> None:
@@ -20,11 +25,18 @@ def add(commands: Any) -> None:
             "ds-zo plan --model facebook/opt-13b --gpu RTX4090 --host-memory-gb 64 --out ds_config.json",
             "ds-zo plan --model facebook/opt-13b --device-memory-gb 24 --host-memory-gb 64",
             "ds-zo plan --model random:opt-6.7b --backend zo --details",
+            "ds-zo plan --model random:llama-70b --backend adapter-nf4 --link-gb-s 12 --tokens-per-step auto",
         ),
     )
     plan.add_argument("--model", required=True, help="a folder, a name the Hub or its cache knows, or random:opt-6.7b")
     add_machine(plan)
-    plan.add_argument("--batch", type=int, default=1, help="sequences of a GPU in a step (default: %(default)s)")
+    tokens = plan.add_mutually_exclusive_group()
+    tokens.add_argument("--batch", type=int, default=1, help="sequences of a GPU in a step (default: %(default)s)")
+    text = "tokens of all GPUs in a step, in place of --batch; auto: the fewest at which the link does not bound the "
+    text += "speed of the one --backend"
+    tokens.add_argument("--tokens-per-step", metavar="N", help=text)
+    text = "GB/s from host to GPU, in place of those of --gpu or --rates"
+    plan.add_argument("--link-gb-s", type=float, metavar="GB/S", help=text)
     plan.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), default="bf16", help="default: %(default)s")
     plan.add_argument("--backend", action="append", metavar="NAME", help="only this one; may be repeated")
     plan.add_argument("--stream", default="{}", metavar="JSON", help="a ds_zo.stream section to plan with")
@@ -40,15 +52,15 @@ def add(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from ds_zo.planner import plan, render, render_scaling, scale
+    from ds_zo.planner import Rates, plan, render, render_scaling, scale, with_link
 
-    rates = machine_rates(args, dtype=args.dtype)
-    found = unprinted(
+    rates = machine_rates(args, dtype=args.dtype) or Rates()
+    if args.link_gb_s is not None:
+        rates = with_link(rates, args.link_gb_s)
+    planned = partial(
         plan,
-        args.model,
         device_memory_gb=args.device_memory_gb,
         host_memory_gb=args.host_memory_gb,
-        batch=args.batch,
         seq=args.seq,
         dtype=args.dtype,
         backends=args.backend,
@@ -58,6 +70,7 @@ def run(args: argparse.Namespace) -> None:
         checkpointing=args.checkpointing,
         rates=rates,
     )
+    found = unprinted(_of_tokens, planned, args, rates)
     scaled = scale(found, gpus=args.gpus, nodes=args.nodes) if (args.gpus, args.nodes) != (1, 1) else []
     if args.out is not None:
         if found.recommended is None:
@@ -66,8 +79,45 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(found.to_json() | {"scaled": [s.to_json() for s in scaled]}, indent=2))
         return
+    if args.tokens_per_step is not None:
+        print(_tokens_text(found, args))
     print(render(found, details=args.details))
     if found.recommended is not None:
         print(f"JSON: {args.out}" if args.out else "JSON: --out FILE writes it")
     if scaled:
         print("\n" + render_scaling(scaled))
+
+
+def _of_tokens(planned: Callable[..., Plan], args: argparse.Namespace, rates: Rates) -> Plan:
+    """The plan for the tokens a step that the options ask for."""
+    from ds_zo.planner import load_model, smallest_unbound
+
+    of_one = args.gpus * args.nodes * args.seq
+    tokens = args.tokens_per_step
+    if tokens is None:
+        return planned(args.model, batch=args.batch)
+    if tokens == "auto":
+        if len(args.backend or ()) != 1:
+            raise ValueError(f"auto goes with one --backend, got {args.backend or 'all'} (--tokens-per-step)")
+        model = load_model(args.model, batch=1, seq=args.seq, dtype=args.dtype, rates=rates)
+        return smallest_unbound(lambda batch: planned(model.with_batch(batch)))
+    if not tokens.isdigit() or int(tokens) < 1 or int(tokens) % of_one:
+        raise ValueError(
+            f"tokens a step must be auto or a multiple of {of_one} (GPUs x --seq), got {tokens} (--tokens-per-step)"
+        )
+    return planned(args.model, batch=int(tokens) // of_one)
+
+
+def _tokens_text(found: Plan, args: argparse.Namespace) -> str:
+    from ds_zo.planner import SLACK
+
+    ranks = args.gpus * args.nodes
+    text = f"{ranks * found.batch * found.seq:,} tokens a step, {found.batch} x {found.seq} on each GPU"
+    if args.tokens_per_step != "auto":
+        return text
+    only = found.estimates[0]
+    return (
+        f"{text}: the fewest at which copies lengthen a step of {only.contender} by at most {SLACK:.0%} "
+        f"({only.up_nbytes / 1e9:.1f} GB up and {only.down_nbytes / 1e9:.1f} GB down at {found.rates.link_up_gbps:g} "
+        f"GB/s, beside {only.compute_s:.2f} s of computation)"
+    )

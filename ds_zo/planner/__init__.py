@@ -3,12 +3,14 @@
 from ds_zo.planner.estimate import Estimate, Limits
 from ds_zo.planner.models import Model, load_model
 from ds_zo.planner.plan import Plan, contenders, plan
-from ds_zo.planner.rates import CARDS, Rates, card_rates, load_rates
+from ds_zo.planner.rates import CARDS, Rates, card_rates, load_rates, with_link
 from ds_zo.planner.scaling import Scaled, render_scaling, scale
 from ds_zo.planner.table import render
+from ds_zo.planner.tokens import SLACK, smallest_unbound
 
 __all__ = [
     "CARDS",
+    "SLACK",
     "Estimate",
     "Limits",
     "Model",
@@ -23,4 +25,6 @@ __all__ = [
     "render",
     "render_scaling",
     "scale",
+    "smallest_unbound",
+    "with_link",
 ]

@@ -72,6 +72,7 @@ def _estimate(
     else:
         setting = f"all on the device, LoRA of rank {LOW_RANK} trained{', checkpointing' if checkpointing else ''}"
         placed = Placed(setting, model.weights_nbytes, trained)
+    step_s, compute_s = recomputed.seconds(model, trace, placed, update_at_end_s=_update_s(model), decodings=decodings)
     written = {} if params is None else params.model_dump(exclude_unset=True)
     stored = section_of(limits, stream, offload=offload)
     return Estimate(
@@ -80,13 +81,8 @@ def _estimate(
         device=parts(weights=placed.weights_nbytes, slots=placed.slots_nbytes, scratch=scratch, **placed.beside),
         host=parts(weights=placed.store_nbytes, activations=placed.inputs_nbytes, process=PROCESS_NBYTES),
         filling_nbytes=placed.filling_nbytes,
-        step_s=recomputed.step_s(
-            model,
-            trace,
-            placed,
-            update_at_end_s=_update_s(model),
-            decodings=decodings,
-        ),
+        step_s=step_s,
+        compute_s=compute_s,
         up_nbytes=placed.up_nbytes,
         down_nbytes=placed.inputs_nbytes,
         reduced_nbytes=4 * model.adapters_numel,

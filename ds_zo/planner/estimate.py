@@ -64,6 +64,8 @@ class Estimate:
     host: Mapping[str, int]
     """Bytes by part."""
     step_s: float
+    compute_s: float | None = None
+    """Seconds of a step if copies between host and device took no time. None: not known for the method."""
     starting_nbytes: int = 0
     """Peak bytes of the device while the engine is made, where they may exceed those of a step; else 0."""
     filling_nbytes: int = 0

@@ -93,6 +93,7 @@ def _estimate(
     else:
         how = f"all on the device, one backward pass{', checkpointing' if checkpointing else ''}"
         placed = Placed(how, model.weights_nbytes, beside)
+    step_s, compute_s = recomputed.seconds(model, trace, placed, update=partial(_update, model), sent_back="backward")
     written = {} if params is None else params.model_dump(exclude_unset=True)
     lr = starting_rate(rule.contender, num_parameters=model.numel, is_clipped=False).lr
     return Estimate(
@@ -101,7 +102,8 @@ def _estimate(
         device=parts(weights=placed.weights_nbytes, slots=placed.slots_nbytes, **placed.beside),
         host=parts(weights=placed.store_nbytes, activations=placed.inputs_nbytes, process=PROCESS_NBYTES),
         filling_nbytes=placed.filling_nbytes,
-        step_s=recomputed.step_s(model, trace, placed, update=partial(_update, model), sent_back="backward"),
+        step_s=step_s,
+        compute_s=compute_s,
         up_nbytes=placed.up_nbytes,
         down_nbytes=placed.store_nbytes + placed.inputs_nbytes,
         reduced_nbytes=model.weights_nbytes,

@@ -136,14 +136,14 @@ def _estimate(
         notes.append("blocks stream on one rank only; the estimate of GPU memory has not been compared with a run")
     else:
         placed = Placed("", model.weights_nbytes, beside)
-    compute_s = recomputed.step_s(
+    passes_s, compute_s = recomputed.seconds(
         model,
         trace,
         placed,
         update=lambda numel, _: around * (numel / model.numel),
         sent_back="forward",  # the forward pass applies the directions of the last step
     )
-    step_s = lsp_step_s(compute_s, down_s=down_s, up_s=up_s, update_s=update_s, num_layers=num_layers)
+    step_s = lsp_step_s(passes_s, down_s=down_s, up_s=up_s, update_s=update_s, num_layers=num_layers)
     written = {"lr": params.lr, **params.model_dump(exclude_unset=True)}
     return Estimate(
         contender="lsp",
@@ -158,7 +158,8 @@ def _estimate(
         ),
         filling_nbytes=placed.filling_nbytes,
         step_s=step_s,
-        divided_s=step_s - compute_s,
+        compute_s=lsp_step_s(compute_s, down_s=0.0, up_s=0.0, update_s=update_s, num_layers=num_layers),
+        divided_s=step_s - passes_s,
         up_nbytes=moved + placed.up_nbytes,
         down_nbytes=moved + placed.store_nbytes + placed.inputs_nbytes,
         sharded=frozenset({"states"}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -41,7 +41,12 @@ class Model:
     seq: int
     dtype: Dtype
     rates: Rates
-    _traces: dict[str, Trace] = field(default_factory=dict)
+    _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
+    """By batch and kind of pass."""
+
+    def with_batch(self, batch: int) -> Model:
+        """The same module, planned for another batch."""
+        return self if batch == self.batch else replace(self, batch=batch)
 
     @cached_property
     def blocks(self) -> list[nn.Module]:
@@ -100,14 +105,14 @@ class Model:
         return self._trace(f"low rank {checkpointing} {head_in_chunks}", run)
 
     def _trace(self, kind: str, run: Callable[[], Trace]) -> Trace:
-        if kind not in self._traces:
+        if (self.batch, kind) not in self._traces:
             try:
-                self._traces[kind] = run()
+                self._traces[self.batch, kind] = run()
             except ValueError:
                 raise
             except Exception as error:  # of the model's own code, which may raise anything
                 raise ValueError(f"{self.name} can't be planned: {self._failure_text(error)}") from error
-        return self._traces[kind]
+        return self._traces[self.batch, kind]
 
     def _failure_text(self, error: Exception) -> str:
         """The error of a pass in one sentence, with its remedy."""

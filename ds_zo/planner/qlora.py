@@ -27,6 +27,7 @@ def estimate_qlora(model: Model, limits: Limits, *, checkpointing: bool = True) 
     return replace(
         whole,
         contender="qlora",
+        compute_s=None,
         setting=f"base in NF4 on the device, LoRA of rank {LOW_RANK} trained, PEFT and bitsandbytes",
         device=device | parts(scratch=itemsize * largest),
         step_s=whole.step_s + decoded_nbytes / (_NF4_DECODE_SHARE * model.rates.device_memory_gbps * 1e9),

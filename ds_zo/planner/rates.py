@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -96,6 +97,20 @@ def card_rates(name: str) -> Rates:
         device_memory_gbps=measured.device_memory_gbps * card.memory / known.memory,
         noise_gdraws=measured.noise_gdraws * card.fp32 / known.fp32,
         interconnect_gbps=measured.link_up_gbps * link,
+    )
+
+
+def with_link(rates: Rates, gbps: float) -> Rates:
+    """The rates with a link of so many GB/s from host to device, and in proportion in the other direction and both."""
+    if not 0 < gbps < math.inf:
+        raise ValueError(f"the speed of the link must be > 0 GB/s, got {gbps:g} (--link-gb-s)")
+    share = gbps / rates.link_up_gbps
+    return replace(
+        rates,
+        name=f"{rates.name}, link of {gbps:g} GB/s",
+        link_up_gbps=gbps,
+        link_down_gbps=rates.link_down_gbps * share,
+        link_both_gbps=rates.link_both_gbps * share,
     )
 
 

@@ -96,7 +96,7 @@ def place(
     )
 
 
-def step_s(
+def seconds(
     model: Model,
     trace: Trace,
     placed: Placed,
@@ -105,15 +105,16 @@ def step_s(
     sent_back: Literal["forward", "backward"] | None = None,
     update_at_end_s: float = 0.0,
     decodings: int = 0,
-) -> float:
-    """Seconds of a step, from the schedule of its two passes where blocks stream.
+) -> tuple[float, float]:
+    """Seconds of a step, from the schedule of its two passes where blocks stream, and seconds of its computation alone.
 
     `update` returns the cost of updating so many elements in so many parameters. `sent_back`: the pass in which blocks
     are updated and downloaded. `update_at_end_s`: an update after both passes. `decodings`: how often the backward pass
     decodes a block; the forward pass does once, if this is not 0."""
     num_all = sum(1 for _ in model.module.parameters())
     if placed.placement is None:
-        return trace.forward.seconds + (trace.backward + update(model.numel, num_all)).seconds + update_at_end_s
+        alone_s = trace.forward.seconds + (trace.backward + update(model.numel, num_all)).seconds + update_at_end_s
+        return alone_s, alone_s
     rates, units = model.rates, placed.placement.blocks
     num_blocks = len(units)
     input_nbytes = placed.inputs_nbytes // max(1, num_blocks)
@@ -121,20 +122,20 @@ def step_s(
     alone_s, together_s = (1 / (gbps * 1e9) for gbps in (rates.link_up_gbps, rates.link_duplex_gbps))
     forward_s = together_s if sent_back == "forward" else alone_s
     backward_s = together_s if sent_back == "backward" else alone_s
-    seconds: dict[tuple[int, Kind], float] = {}
+    seconds_of: dict[tuple[int, Kind], float] = {}
     in_blocks = num_inside = 0
     for i, unit in enumerate(units):
         numel, num_parameters = unit.numel, len(list(unit.placed))
         in_blocks, num_inside = in_blocks + numel, num_inside + num_parameters
         decode_s = pricing.decode_s(unit, rates) if decodings else 0.0
-        seconds[i, Kind.COMPUTE] = trace.block[min(i, len(trace.block) - 1)].seconds + decode_s
+        seconds_of[i, Kind.COMPUTE] = trace.block[min(i, len(trace.block) - 1)].seconds + decode_s
         later = num_blocks + i
-        seconds[later, Kind.COMPUTE] = (share + update(numel, num_parameters)).seconds + decodings * decode_s
-        seconds[i, Kind.UPLOAD] = seconds[i, Kind.DOWNLOAD] = unit.nbytes * forward_s
-        seconds[later, Kind.UPLOAD] = (unit.nbytes + input_nbytes) * backward_s
-        seconds[later, Kind.DOWNLOAD] = unit.nbytes * backward_s
+        seconds_of[later, Kind.COMPUTE] = (share + update(numel, num_parameters)).seconds + decodings * decode_s
+        seconds_of[i, Kind.UPLOAD] = seconds_of[i, Kind.DOWNLOAD] = unit.nbytes * forward_s
+        seconds_of[later, Kind.UPLOAD] = (unit.nbytes + input_nbytes) * backward_s
+        seconds_of[later, Kind.DOWNLOAD] = unit.nbytes * backward_s
     outside = update(model.numel - in_blocks, num_all - num_inside)
-    seconds[pricing.NON_BLOCKS, Kind.COMPUTE] = (trace.non_blocks * 3.0 + outside).seconds + update_at_end_s
+    seconds_of[pricing.NON_BLOCKS, Kind.COMPUTE] = (trace.non_blocks * 3.0 + outside).seconds + update_at_end_s
     moving = set(placed.blocks)
     actions = pricing.forward_and_backward(
         num_blocks,
@@ -143,4 +144,5 @@ def step_s(
         forward_downloads=moving if sent_back == "forward" else (),
         backward_downloads=moving if sent_back == "backward" else (),
     )
-    return pricing.seconds(actions, seconds)
+    computing = (s for (_, kind), s in seconds_of.items() if kind is Kind.COMPUTE)
+    return pricing.seconds(actions, seconds_of), sum(computing)

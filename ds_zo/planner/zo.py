@@ -96,6 +96,7 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
         shared=frozenset({"weights", "low_plane"}),
         filling_nbytes=whole_store - store - low_store if offload and stream.resident_blocks is None else 0,
         step_s=run.step_s,
+        compute_s=run.compute_s,
         up_nbytes=int(up_nbytes),
         down_nbytes=int(down_nbytes),
         reduced_nbytes=4 * params.num_directions,

@@ -64,9 +64,13 @@ class ZOSteps:
         return max(nbytes / rate for nbytes, rate in zip(self.traffic, self._link_rates, strict=True))
 
     @property
+    def compute_s(self) -> float:
+        """Seconds of the computation of an average step."""
+        return sum(s for (_, kind), s in self._seconds().items() if kind is Kind.COMPUTE)
+
+    @property
     def is_compute_bound(self) -> bool:
-        busy_s = sum(s for (_, kind), s in self._seconds().items() if kind is Kind.COMPUTE)
-        return busy_s > self._link_s
+        return self.compute_s > self._link_s
 
     @property
     def step_s(self) -> float:
