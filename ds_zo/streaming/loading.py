@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
@@ -296,43 +296,60 @@ class SafetensorsSource:
             found = (_FLOATS.get(file.get_slice(name).get_dtype()) for name in file.keys())  # noqa: SIM118
             return next(filter(None, found), None)
 
-    def _tensor(self, name: str) -> torch.Tensor:
-        with self._open(self._file_of[name]) as file:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor
+    @contextmanager
+    def _reader(self) -> Iterator[Source]:
+        """A function that returns tensors by their names in the files. It opens each file once: the header of a file
+        with many experts takes a tenth of a second."""
+        with ExitStack() as opened:
+            files: dict[Path, Any] = {}
+
+            def read(name: str) -> torch.Tensor:
+                path = self._file_of[name]
+                if path not in files:
+                    self._check_unchanged(path)
+                with _reading(path):
+                    if path not in files:
+                        files[path] = opened.enter_context(safe_open(path, framework="pt"))
+                    tensor: torch.Tensor = files[path].get_tensor(name)
+                    return tensor
+
+            yield read
 
     @contextmanager
     def _open(self, path: Path) -> Iterator[Any]:
-        """Opens one of the files, which must be the file that was there when this was made."""
+        """Opens one of the files."""
+        self._check_unchanged(path)
+        with _reading(path), safe_open(path, framework="pt") as file:
+            yield file
+
+    def _check_unchanged(self, path: Path) -> None:
+        """Raises unless the file is the one that was there when this was made."""
         if _stamp(path) != self._stamps[path]:
             raise ValueError(
                 "weights are read after load_pretrained has returned, so the files must stay as they are, got a "
                 f"replaced {path}: load the model again, and save other models to other folders"
             )
-        with _reading(path), safe_open(path, framework="pt") as file:
-            yield file
 
     def stored(self, name: str) -> torch.Tensor | Quantised:
         """The weight as the files hold it. A stack of experts in four bits keeps the bytes of its matrices."""
-        if self._conversions is None:
-            return self._as_shipped(name)
-        if self._shipped_wires(name) == {None}:
-            return self._conversions.read(name, self._tensor)
-        wire = self.shipped_wire(name)
-        if wire is None:
-            return self._conversions.read(name, self._values)
-        read = partial(quantised_checkpoints.read_quantised, self._tensor, wire=wire)
-        parts = [read(tensor) for tensor in self._conversions.stack_of(name)]
-        return quantised_checkpoints.stacked(name, parts, self._conversions.shape(name))
+        with self._reader() as read:
+            if self._conversions is None:
+                return self._as_shipped(name, read)
+            if self._shipped_wires(name) == {None}:
+                return self._conversions.read(name, read)
+            wire = self.shipped_wire(name)
+            if wire is None:
+                return self._conversions.read(name, lambda tensor: self._values(tensor, read))
+            tensors = self._conversions.stack_of(name)
+            parts = [quantised_checkpoints.read_quantised(read, tensor, wire) for tensor in tensors]
+            return quantised_checkpoints.stacked(name, parts, self._conversions.shape(name))
 
-    def _as_shipped(self, tensor: str) -> torch.Tensor | Quantised:
+    def _as_shipped(self, tensor: str, read: Source) -> torch.Tensor | Quantised:
         wire = quantised_checkpoints.shipped_wire(self._file_of, tensor)
-        return (
-            self._tensor(tensor) if wire is None else quantised_checkpoints.read_quantised(self._tensor, tensor, wire)
-        )
+        return read(tensor) if wire is None else quantised_checkpoints.read_quantised(read, tensor, wire)
 
-    def _values(self, tensor: str) -> torch.Tensor:
-        found = self._as_shipped(tensor)
+    def _values(self, tensor: str, read: Source) -> torch.Tensor:
+        found = self._as_shipped(tensor, read)
         return found.values() if isinstance(found, Quantised) else found.float()
 
     def _shipped_wires(self, name: str) -> set[torch.dtype | None]:

@@ -12,10 +12,12 @@ import pytest
 import torch
 import transformers as hf
 from packaging.version import Version
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ds_zo.cli import main
+from ds_zo.streaming import loading
 from ds_zo.streaming.converted_checkpoints import Conversions
 from ds_zo.streaming.loading import SafetensorsSource, load_pretrained
 from tests.helpers.loaded_models import BITSANDBYTES, bitsandbytes_tensors, engine_for, lora_over, zo_json
@@ -166,6 +168,21 @@ def test_experts_in_four_bits_keep_their_bytes(nests: bool, tmp_path: Path) -> N
     merged = AUTO.from_pretrained(tmp_path / "merged").named_parameters()
     stacks = {f"base_model.model.{name}": p.data for name, p in merged if p.dim() == 3 or "o_proj" in name}
     assert stacks and all(torch.equal(value, expected[name]) for name, value in stacks.items())
+
+
+def test_a_file_is_opened_once_for_a_stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts(tmp_path)
+    packed, _ = in_four_bits(tmp_path, tmp_path, nests=True)
+    model = load_pretrained(AUTO, packed, dtype=torch.bfloat16)
+    opened: list[Any] = []
+
+    def counted(path: Any, **options: Any) -> Any:
+        opened.append(path)
+        return safe_open(path, **options)
+
+    monkeypatch.setattr(loading, "safe_open", counted)
+    values(model)
+    assert len(opened) == len(list(model.parameters()))
 
 
 def test_experts_that_are_partly_in_four_bits_are_decoded(tmp_path: Path) -> None:
