@@ -12,6 +12,8 @@ class Point:
     step: int
     train_s: float
     loss: float | None = None
+    score: float | None = None
+    """The score of the run's objective."""
     dev: dict[str, float] | None = None
 
 
@@ -70,10 +72,17 @@ class Summary:
     commit: str | None = None
     data_digest: str | None = None
     """Tells apart the training rows of a task that makes them from the machine's packages."""
+    objective: str | None = None
+    """What --objective names; None: the loss."""
+    score_first: float | None = None
+    score_last: float | None = None
     curve: list[Point] = field(default_factory=list)
 
     def __str__(self) -> str:
-        loss = f"{self.loss_first:.3f} -> {self.loss_last:.3f}" if self.loss_first is not None else "no steps taken"
+        first, last = self.score_first, self.score_last
+        if self.objective is None:
+            first, last = self.loss_first, self.loss_last
+        loss = f"{first:.3f} -> {last:.3f}" if first is not None else "no steps taken"
         found = [_percent(self.metric, value) for value in (self.before, self.after) if value is not None]
         nowhere = "nowhere (--no-save)" if self.best_step is None else "nowhere (--no-save, or the best is elsewhere)"
         best = f" (the best by dev, of step {self.best_step})" if self.best_step is not None else ""
@@ -82,7 +91,7 @@ class Summary:
             "model, task": f"{self.model}, {self.task}",
             "config": f"{self.config} ({self.device}, {self.dtype})",
             "test": f"{self.metric} {' -> '.join(found)}{best}",
-            "loss": loss,
+            "loss" if self.objective is None else "score": loss,
             "speed": f"{self.steps} steps in {self.train_s:.1f} s, {self.tokens_per_s:,.0f} tokens/s",
             "peak memory": f"{on_device}host {self.peak_host_gb:.2f} GB",
             "model saved in": self.model_folder or nowhere,

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ds_zo.tasks import metrics
 from ds_zo.tasks.data import SPLITS, DataSource, Row, Split, read_rows
-from ds_zo.tasks.encoding import Side, collate, encode_answer
+from ds_zo.tasks.encoding import Encoded, Side, collate, encode_answer
 from ds_zo.tasks.errors import TaskError
 from ds_zo.tasks.hub import HubName
 from ds_zo.tasks.score import Score
@@ -177,15 +178,22 @@ class ChoiceTask(LabelledTask):
     def predict(
         self, evaluator: Evaluator, rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, *, max_length: int
     ) -> list[float]:
-        choices = [self.choice(row) for row in rows]
-        sequences = [
-            encode_answer(tokenizer, choice.prompt, option, max_length=max_length)
-            for choice in choices
-            for option in choice.options
-        ]
-        scores = iter([total / count for total, count in evaluator.log_likelihoods(sequences)])
-        ranked = [[next(scores) for _ in choice.options] for choice in choices]
-        return [max(range(len(found)), key=found.__getitem__) for found in ranked]
+        encoded = [self.encode_options(self.choice(row), tokenizer, max_length=max_length) for row in rows]
+        found = evaluator.log_likelihoods([option for options in encoded for option in options])
+        return best_options(found, [len(options) for options in encoded])
+
+    @staticmethod
+    def encode_options(choice: Choice, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[Encoded]:
+        """The prompt with each option."""
+        return [encode_answer(tokenizer, choice.prompt, option, max_length=max_length) for option in choice.options]
+
+
+def best_options(log_likelihoods: Iterable[tuple[float, int]], num_options: Sequence[int]) -> list[float]:
+    """The index of the option with the highest mean log-likelihood per token, for each choice. `log_likelihoods`: the
+    sum and the number of tokens of every option of every choice."""
+    means = iter([total / count for total, count in log_likelihoods])
+    ranked = [list(islice(means, num)) for num in num_options]
+    return [max(range(len(found)), key=found.__getitem__) for found in ranked]
 
 
 class LanguageTask(Task):

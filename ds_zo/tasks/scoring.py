@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -43,42 +44,23 @@ class Evaluator:
         results: list[tuple[float, int]] = [(0.0, 0)] * len(sequences)
         groups = self.alike(sequences)
         for chosen in self.batches([len(sequences[group[0]].input_ids) for group in groups]):
-            batch = collate(
-                [sequences[groups[i][0]] for i in chosen], pad_token_id=self.pad_token_id, side=self.padding_side
+            batch = AnswerBatch(
+                [[sequences[i] for i in groups[k]] for k in chosen],
+                pad_token_id=self.pad_token_id,
+                side=self.padding_side,
             )
-            labels = batch.pop("labels")
             options: dict[str, Any] = {"use_cache": False}
             if accepts_argument(self.model, "logits_to_keep"):
-                options["logits_to_keep"] = num_label_positions(labels)
-                labels = labels[:, -options["logits_to_keep"] :]
-            log_probabilities = log_probabilities_at_labels(self.logits(batch, **options), labels.to(self.device))
-            owners: list[int] = []
-            positions: list[int] = []
-            targets: list[int] = []
-            first = 0
-            for group in (groups[i] for i in chosen):
-                for index in group:
-                    wanted = [label for label in sequences[index].labels[1:] if label != IGNORED]
-                    owners += [index] * len(wanted)
-                    positions += range(first, first + len(wanted))
-                    targets += wanted
-                first += len(wanted)
-            picked = log_probabilities[tuple(torch.tensor([positions, targets], device=self.device))].tolist()
-            for owner, value in zip(owners, picked, strict=True):
-                total, count = results[owner]
-                results[owner] = (total + value, count + 1)
+                options["logits_to_keep"] = batch.num_positions
+            found = batch.log_likelihoods(self.logits(batch.inputs, **options))
+            for index, result in zip((i for k in chosen for i in groups[k]), found, strict=True):
+                results[index] = result
         return results
 
     def alike(self, sequences: Sequence[Encoded]) -> list[list[int]]:
-        """Groups of indices of sequences that one forward scores. Sequences of a group differ only in their last token,
-        the only one with a label, as one-token answers to a prompt do. With several ranks each sequence is a group of
-        its own, so that all ranks make equally many forwards."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for index, sequence in enumerate(sequences):
-            one_word = self.world_size == 1 and all(label == IGNORED for label in sequence.labels[:-1])
-            key = tuple(sequence.input_ids[:-1]) if one_word else (-1, index)
-            groups.setdefault(key, []).append(index)
-        return list(groups.values())
+        """Groups of indices of sequences that one forward scores. With several ranks each sequence is a group of its
+        own, so that all ranks make equally many forwards."""
+        return alike(sequences) if self.world_size == 1 else [[index] for index in range(len(sequences))]
 
     def batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Batches of indices of similar lengths, for little padding. The longest are first, so that a lack of memory
@@ -93,6 +75,50 @@ class Evaluator:
             inputs["position_ids"] = position_ids(inputs["attention_mask"])
         found: torch.Tensor = self.model(**inputs, **options).logits
         return found
+
+
+def alike(sequences: Sequence[Encoded]) -> list[list[int]]:
+    """Groups of indices of sequences that differ only in their last token, the only one with a label, as one-token
+    answers to a prompt do."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, sequence in enumerate(sequences):
+        one_word = all(label == IGNORED for label in sequence.labels[:-1])
+        key = tuple(sequence.input_ids[:-1]) if one_word else (-1, index)
+        groups.setdefault(key, []).append(index)
+    return list(groups.values())
+
+
+class AnswerBatch:
+    """A padded batch with one row for each group of `alike` sequences."""
+
+    def __init__(
+        self, groups: Sequence[Sequence[Encoded]], *, pad_token_id: int, side: Side, multiple: int = 1
+    ) -> None:
+        self._groups = groups
+        self.inputs = collate([group[0] for group in groups], pad_token_id=pad_token_id, side=side, multiple=multiple)
+        """The model's keywords, without labels."""
+        self._labels = self.inputs.pop("labels")
+        self.num_positions = num_label_positions(self._labels)
+        """The number of last positions of which logits are needed."""
+
+    def log_likelihoods(self, logits: torch.Tensor) -> list[tuple[float, int]]:
+        """(sum of log-probabilities, number of tokens) over the labelled tokens of each sequence, group by group.
+        `logits`: of all positions, or of the last ones."""
+        labels = self._labels[:, -logits.shape[1] :].to(logits.device)
+        log_probabilities = log_probabilities_at_labels(logits, labels)
+        positions: list[int] = []
+        targets: list[int] = []
+        counts: list[int] = []
+        first = 0
+        for group in self._groups:
+            for sequence in group:
+                wanted = [label for label in sequence.labels[1:] if label != IGNORED]
+                positions += range(first, first + len(wanted))
+                targets += wanted
+                counts.append(len(wanted))
+            first += len(wanted)
+        picked = iter(log_probabilities[tuple(torch.tensor([positions, targets], device=logits.device))].tolist())
+        return [(sum(islice(picked, count)), count) for count in counts]
 
 
 def needs_position_ids(model: Model) -> bool:

@@ -126,6 +126,12 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
     how.add_argument(
         "--deepspeed", type=Path, metavar="FILE", help="a DeepSpeed JSON of your own; it overrides --method"
     )
+    how.add_argument(
+        "--objective",
+        metavar="NAME",
+        help="a score that ZO raises, in place of lowering the loss: accuracy or f1 of the task's labels, or "
+        "FILE.py:function, a function of (outputs, batch) that returns one number, or one for each sequence",
+    )
     length = how.add_mutually_exclusive_group()
     length.add_argument(
         "--steps",

@@ -56,9 +56,9 @@ class TrainingBatches:
     ) -> None:
         self._sequences = sequences
         self._task = task
-        self._pad_token_id = pad_token_id
-        self._side = args.padding_side
-        self._multiple = args.pad_multiple
+        self.pad_token_id = pad_token_id
+        self.side = args.padding_side
+        self.multiple = args.pad_multiple
         self.batch_size = batch_size
         """Sequences in a micro-batch of one rank."""
         self._order = self._make_order(args)
@@ -68,13 +68,16 @@ class TrainingBatches:
 
     def at(self, position: int) -> dict[str, torch.Tensor]:
         """Returns the micro-batch that begins at this position of the order."""
-        indices = self._order.batch(position, self.batch_size)
         return self._task.collate(
-            [self._sequences[i] for i in indices],
-            pad_token_id=self._pad_token_id,
-            side=self._side,
-            multiple=self._multiple,
+            [self._sequences[i] for i in self.indices(position)],
+            pad_token_id=self.pad_token_id,
+            side=self.side,
+            multiple=self.multiple,
         )
+
+    def indices(self, position: int) -> list[int]:
+        """Returns the indices of the examples of that micro-batch."""
+        return self._order.batch(position, self.batch_size)
 
     def _make_order(self, args: argparse.Namespace) -> SeededOrder:
         if not args.group_by_length:

@@ -82,6 +82,11 @@ def _check(config: dict[str, Any], args: argparse.Namespace) -> None:
         raise UserError(
             f"training needs an optimizer, got none in {args.deepspeed}: add an optimizer section (--deepspeed)"
         )
+    if args.objective is not None and backend_of(config) != "zo":
+        raise UserError(
+            f"an objective needs ZO, which trains without gradients, got {optimizer.get('type')} in {args.deepspeed}: "
+            "take --method zo (--objective)"
+        )
     optimizer_params(optimizer)
     for key in ("bf16", "fp16", "scheduler"):
         block(config, key)

@@ -27,10 +27,11 @@ from ds_zo.training.engine import make_engine, ranks_per_batch, samples_per_step
 from ds_zo.training.errors import UserError
 from ds_zo.training.json_config import model_dtype
 from ds_zo.training.model import add_lora, load_model, save_model
+from ds_zo.training.objectives import objective_of
 from ds_zo.training.progress import Progress, RunCheckpoints
 
 LOSS_EVERY = 10
-"""Steps between two readings of the loss: each reading waits for the device."""
+"""Steps between two readings of the loss or the score: each reading waits for the device."""
 
 
 class TrainingLoop:
@@ -41,6 +42,7 @@ class TrainingLoop:
         self.config = config
         self.dtype = model_dtype(config)
         self.task = task_of(args)
+        self.objective = objective_of(args, self.task)
         model = self._load_model()
         self.pad_token_id = pad_token_id(self.tokenizer)
         most = getattr(model.config, "max_position_embeddings", None)
@@ -51,6 +53,8 @@ class TrainingLoop:
             # Only the non-reentrant kind calls LOMO's hooks on each gradient, and works with a frozen embedding.
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         sequences = self.task.sequences("train", self.tokenizer, max_length=self.max_length)
+        if self.objective is not None:
+            self.objective.prepare(self.tokenizer, max_length=self.max_length)
         self.engine = make_engine(model, config)
         self.engine.train()  # `from_pretrained` leaves dropout off, and a run may begin without an evaluation
         self.batches = TrainingBatches(
@@ -169,13 +173,17 @@ class TrainingLoop:
         return bool(every) and self.progress.step % every == 0
 
     def _timed_step(self, num_steps: int) -> Point | None:
-        """Makes one step and adds its time. Returns the new point of the curve if the loss was read."""
+        """Makes one step and adds its time. Returns the new point of the curve if the loss or the score was read."""
         progress, start = self.progress, time.perf_counter()
-        loss = self._step()
+        value = self._step()
         is_last = progress.step == num_steps
         point = None
         if self._is_due(LOSS_EVERY) or progress.step == 1 or is_last:
-            point = Point(progress.step, 0.0, loss.item())
+            point = Point(progress.step, 0.0)
+            if self.objective is None:
+                point.loss = value.item()
+            else:
+                point.score = value.item()
         if is_last or self._is_due(self.args.eval_every) or self._is_due(self.args.save_every):
             get_accelerator().synchronize()  # work still queued on the device belongs to the training time
         progress.train_s += time.perf_counter() - start
@@ -185,38 +193,54 @@ class TrainingLoop:
         return point
 
     def _step(self) -> torch.Tensor:
-        """Makes one optimizer step. Returns the mean loss of its micro-batches, on the device."""
-        losses = []
+        """Makes one optimizer step. Returns the mean loss or score of its micro-batches, on the device."""
+        found = []
         for _ in range(self.engine.gradient_accumulation_steps()):
             size = self.batches.batch_size
-            batch = self.batches.at(self.progress.num_seen + self.batch_index * size)
+            position = self.progress.num_seen + self.batch_index * size
             self.progress.num_seen += size * self.num_batches
-            self.progress.num_tokens += int(batch["attention_mask"].sum()) * self.num_batches
-            loss = self._loss(batch)
-            self.engine.backward(loss)
-            self.engine.step()
-            losses.append(loss.detach())
+            found.append(self._loss_step(position) if self.objective is None else self._score_step(position))
         self.progress.step += 1
-        return torch.stack(losses).mean()
+        return torch.stack(found).mean()
 
-    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        options: dict[str, Any] = {} if isinstance(self.task, HeadTask) else {"use_cache": False}
-        if self.keeps_answers:
-            options["logits_to_keep"] = num_label_positions(batch["labels"])
-            batch["labels"] = batch["labels"][:, -options["logits_to_keep"] :]
-        inputs = {name: tensor.to(self.engine.device) for name, tensor in batch.items()}
+    def _loss_step(self, position: int) -> torch.Tensor:
+        """Trains on the micro-batch that begins at a position of the order. Returns its loss."""
+        batch = self.batches.at(position)
+        num_positions = num_label_positions(batch["labels"]) if self.keeps_answers else None
+        loss: torch.Tensor = self.engine(**self._model_inputs(batch, num_positions)).loss
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.detach()
+
+    def _score_step(self, position: int) -> torch.Tensor:
+        """Trains on the score of the micro-batch that begins at a position of the order. Returns the score."""
+        assert self.objective is not None
+        batch = self.objective.batch_at(self.batches, position)
+        score: torch.Tensor = self.engine.zo_step(self._model_inputs(batch.inputs, batch.num_positions), batch.score)
+        return score
+
+    def _model_inputs(self, batch: dict[str, torch.Tensor], num_positions: int | None) -> dict[str, Any]:
+        """The model's keywords, on the device. `num_positions`: only these last positions need logits, if the model can
+        leave out the others; None: all need them."""
+        self.progress.num_tokens += int(batch["attention_mask"].sum()) * self.num_batches
+        inputs: dict[str, Any] = {} if isinstance(self.task, HeadTask) else {"use_cache": False}
+        if self.keeps_answers and num_positions is not None:
+            inputs["logits_to_keep"] = num_positions
+            if "labels" in batch:
+                batch["labels"] = batch["labels"][:, -num_positions:]
+        inputs |= {name: tensor.to(self.engine.device) for name, tensor in batch.items()}
         if self.args.padding_side == "left" and needs_position_ids(self.engine):
             inputs["position_ids"] = position_ids(inputs["attention_mask"])
-        loss: torch.Tensor = self.engine(**inputs, **options).loss
-        return loss
+        return inputs
 
     def _progress_text(self, point: Point, num_tokens: int, train_s: float) -> str:
-        """The loss, the rate of all ranks' tokens since the given counts, and this rank's memory peaks so far."""
+        """The loss or score, the rate of all ranks' tokens since the given counts, and this rank's memory peaks."""
         rate = (self.progress.num_tokens - num_tokens) / max(self.progress.train_s - train_s, 1e-9)
         memory = f"host {host_peak_gb():.1f} GB"
         if get_accelerator().device_name() != "cpu":
             memory = f"GPU {get_accelerator().max_memory_allocated() / 1e9:.1f} GB, {memory}"
-        return f"loss {point.loss:.3f}, {rate:,.0f} tokens/s, {memory}"
+        value = f"loss {point.loss:.3f}" if self.objective is None else f"score {point.score:.3f}"
+        return f"{value}, {rate:,.0f} tokens/s, {memory}"
 
     def _any_rank(self, flag: bool) -> bool:
         """Returns whether any rank's flag is set: clocks differ, and one rank past the limit stops all ranks."""

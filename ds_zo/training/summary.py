@@ -22,6 +22,7 @@ def summarise(loop: TrainingLoop, before: Score | None, after: Score | None) -> 
     args, config, progress, best = loop.args, loop.config, loop.progress, loop.progress.best
     optimizer = config.get("optimizer") or {}
     losses = [point.loss for point in progress.curve if point.loss is not None]
+    scores = [point.score for point in progress.curve if point.score is not None]
     after_values = best.test if best else after.values if after else None
     metric = next((found.metric for found in (after, before) if found is not None), None)
     if best is not None:
@@ -58,5 +59,8 @@ def summarise(loop: TrainingLoop, before: Score | None, after: Score | None) -> 
         versions=versions(),
         commit=commit(),
         data_digest=loop.task.digest(),
+        objective=args.objective,
+        score_first=scores[0] if scores else None,
+        score_last=scores[-1] if scores else None,
         curve=progress.curve,
     )

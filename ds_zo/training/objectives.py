@@ -1,0 +1,126 @@
+"""The scores that `--objective` names. ZO raises them in place of lowering the loss."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ds_zo.tasks import ChoiceTask, Encoded, HeadTask, LabelledTask, Task
+from ds_zo.tasks.base import best_options
+from ds_zo.tasks.metrics import Measure, accuracy, f1, macro_f1
+from ds_zo.tasks.scoring import AnswerBatch, alike
+from ds_zo.training.data import TrainingBatches
+from ds_zo.training.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+METRICS = ("accuracy", "f1")
+Score = Callable[[Any, Any], Any]
+"""A function of (outputs, batch), as `engine.zo_step` takes it."""
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """A micro-batch and the function that scores the outputs of its forward."""
+
+    inputs: dict[str, torch.Tensor]
+    score: Score
+    num_positions: int | None = None
+    """The number of last positions of which the score reads logits; None: of all positions."""
+
+
+class Objective:
+    """Makes scored micro-batches. This base class scores the task's own training batches."""
+
+    def __init__(self, score: Score) -> None:
+        self._score = score
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> None:
+        """Encodes what the batches need besides the training sequences. The base class needs nothing."""
+
+    def batch_at(self, batches: TrainingBatches, position: int) -> ScoredBatch:
+        """The micro-batch that begins at a position of the training order."""
+        return ScoredBatch(batches.at(position), self._score)
+
+
+def objective_of(args: argparse.Namespace, task: Task) -> Objective | None:
+    """The objective that `--objective` names; None without the option."""
+    name: str | None = args.objective
+    if name is None:
+        return None
+    path, _, function = name.rpartition(":")
+    if name not in METRICS and not path.endswith(".py"):
+        raise UserError(f"an objective must be {', '.join(METRICS)} or FILE.py:function, got {name!r} (--objective)")
+    if path:
+        return Objective(_function_of(Path(path), function))
+    if not isinstance(task, LabelledTask) or task.num_labels == 1:
+        raise UserError(
+            f"objective {name} needs a task with a set of labels, got {task.name}: name a function of outputs and "
+            "batch, as FILE.py:function (--objective)"
+        )
+    measure = accuracy if name == "accuracy" else f1 if task.num_labels == 2 else macro_f1
+    if isinstance(task, HeadTask):
+        return Objective(_of_head(measure))
+    assert isinstance(task, ChoiceTask)
+    return OptionObjective(task, measure)
+
+
+def _function_of(path: Path, name: str) -> Score:
+    if not path.is_file():
+        raise UserError(f"looked for a Python file at {path}: not found (--objective)")
+    functions = {key: value for key, value in runpy.run_path(str(path)).items() if callable(value)}
+    if name not in functions:
+        found = ", ".join(sorted(key for key in functions if not key.startswith("_"))) or "none"
+        raise UserError(f"looked for a function {name!r} in {path}, which has {found} (--objective)")
+    found_function: Score = functions[name]
+    return found_function
+
+
+def _of_head(measure: Measure) -> Score:
+    def score(outputs: Any, batch: Any) -> float:
+        return measure(outputs.logits.argmax(dim=-1).tolist(), batch["labels"].tolist())
+
+    return score
+
+
+class OptionObjective(Objective):
+    """Makes batches of prompts with all their options. The score compares the most likely options with the labels, as
+    the task's evaluation does."""
+
+    def __init__(self, task: ChoiceTask, measure: Measure) -> None:
+        self._task = task
+        self._measure = measure
+        self._labels: list[float] = []
+        """The index of the right option of each training example."""
+        self._options: list[list[Encoded]] = []
+        """Each training example's prompt with every option."""
+
+    def prepare(self, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> None:
+        for choice in self._task.choices("train"):
+            self._labels.append(choice.answer)
+            self._options.append(self._task.encode_options(choice, tokenizer, max_length=max_length))
+
+    def batch_at(self, batches: TrainingBatches, position: int) -> ScoredBatch:
+        indices = batches.indices(position)
+        sequences = [option for i in indices for option in self._options[i]]
+        groups = alike(sequences)
+        made = AnswerBatch(
+            [[sequences[i] for i in group] for group in groups],
+            pad_token_id=batches.pad_token_id,
+            side=batches.side,
+            multiple=batches.multiple,
+        )
+
+        def score(outputs: Any, batch: Any) -> float:
+            found = dict(zip((i for group in groups for i in group), made.log_likelihoods(outputs.logits), strict=True))
+            best = best_options(map(found.__getitem__, sorted(found)), [len(self._options[i]) for i in indices])
+            return self._measure(best, [self._labels[i] for i in indices])
+
+        return ScoredBatch(made.inputs, score, made.num_positions)
