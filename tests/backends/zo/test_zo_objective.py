@@ -15,9 +15,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import CausalLMOutput
 
+from ds_zo.backends.common import chunked_head
 from tests.helpers.checkpoint_runs import JSONS, assert_same_bits, planes, with_checkpoint
 from tests.helpers.lomo_runs import config_for
 from tests.helpers.lsp_runs import lsp_json
+from tests.helpers.tiny_models import VOCAB, tiny_batch, tiny_model
 from tests.helpers.weights import assert_equal, parameters_of, weights
 from tests.helpers.zo_runs import Toy, engine_for, log_lines, one_step, same_snapshot, snapshot, toy_batches, zo_json
 
@@ -151,6 +153,27 @@ def test_one_score_for_each_sequence_is_averaged() -> None:
         assert other.zo_step(batch, per_sequence).item() == pytest.approx(-expected, rel=1e-6)
     for name, value in weights(other.module).items():
         torch.testing.assert_close(value, weights(engine.module)[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [4, 2**20], ids=["deferred logits", "whole logits"])
+@pytest.mark.parametrize("offload", [True, False], ids=["streamed", "resident"])
+def test_a_score_reads_the_logits_of_a_language_model(
+    offload: bool, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where its loss alone would need no whole logits."""
+    monkeypatch.setattr(chunked_head, "HEAD_CHUNK_NUMEL", num_tokens * VOCAB)
+
+    def likelihood(outputs: Any, batch: Any) -> torch.Tensor:
+        logs = outputs.logits[:, :-1].log_softmax(-1)
+        return logs.gather(-1, batch["labels"][:, 1:, None]).mean()
+
+    json = zo_json(interval=3, offload=offload)
+    by_loss, by_score = (engine_for(tiny_model("llama"), json) for _ in range(2))
+    for seed in range(3):
+        batch = tiny_batch("llama", seed=seed, batch_size=2, length=8)
+        assert by_score.zo_step(batch, likelihood).item() == pytest.approx(-one_step(by_loss, batch), rel=1e-5)
+    for name, value in weights(by_score.module).items():
+        torch.testing.assert_close(value, weights(by_loss.module)[name], rtol=1e-3, atol=1e-4)
 
 
 SCORES: dict[str, tuple[Any, float]] = {
