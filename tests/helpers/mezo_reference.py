@@ -1,7 +1,7 @@
 """Plain MeZO, without blocks, streams, replay or twins: what the ZO backend has to equal.
 
-It shares one thing with the package, the noise. Each loss is measured by a whole pass over a perturbed copy of the
-model, one pass after the other, from one random state. Updates are made with the operations of `ds_zo.ops` in their
+It shares one thing with the package, the noise. Each loss is measured by a whole pass over the perturbed model, one
+pass after the other, from one random state. Updates are made with the operations of `ds_zo.ops` in their
 order.
 """
 
@@ -21,7 +21,8 @@ from tests.helpers.zo_runs import EPS, LR, set_snapshot, snapshot
 
 
 class PlainMeZO:
-    """Trains a copy of `model`. Parameters that are frozen at the time of a step stay."""
+    """Trains a copy of `model`. Parameters that are frozen at the time of a step stay. Buffers are the same in all
+    passes; where a forward changes other state of its modules, `copies_model` gives each pass a deep copy."""
 
     def __init__(
         self,
@@ -33,8 +34,10 @@ class PlainMeZO:
         num_directions: int = 1,
         distribution: ops.Distribution = "normal",
         seed: int = 0,
+        copies_model: bool = False,
     ) -> None:
         self.model = copy.deepcopy(model)
+        self.copies_model = copies_model
         for module in self.model.modules():
             if getattr(getattr(module, "config", None), "use_cache", False):
                 module.config.use_cache = False  # type: ignore[union-attr]
@@ -74,11 +77,17 @@ class PlainMeZO:
         """`call`'s results at theta + eps z and theta - eps z of each direction, from `weights` (None: its own). Random
         states end as after one pass."""
         start, results = snapshot(), []
-        for direction in range(self.num_directions):
-            for sign in (1.0, -1.0):
-                set_snapshot(start)
-                with torch.no_grad():
-                    results.append(call(self._perturbed(sign * self.zo_eps, direction, weights)))
+        values = [*self.model.parameters(), *self.model.buffers()]
+        own = [value.detach().clone() for value in values]
+        with torch.no_grad():
+            for direction in range(self.num_directions):
+                for sign in (1.0, -1.0):
+                    set_snapshot(start)
+                    model = copy.deepcopy(self.model) if self.copies_model else self.model
+                    self._perturb_(model, sign * self.zo_eps, direction, weights)
+                    results.append(call(model))
+                    for value, before in zip(values, own, strict=True):
+                        value.copy_(before)
         return results
 
     def step(self, *calls: Callable[[nn.Module], torch.Tensor]) -> list[float]:
@@ -100,12 +109,10 @@ class PlainMeZO:
                 p.copy_(value)
         self.steps += 1
 
-    def _perturbed(self, scale: float, direction: int, weights: Weights | None) -> nn.Module:
-        model = copy.deepcopy(self.model)
+    def _perturb_(self, model: nn.Module, scale: float, direction: int, weights: Weights | None) -> None:
         for name, p in model.named_parameters():
             value = p if weights is None else weights[name]
             p.copy_(self.noise(name, direction) * scale + value if p.requires_grad else value)
-        return model
 
 
 def loss_on(batch: Mapping[str, Any]) -> Callable[[nn.Module], torch.Tensor]:

@@ -201,7 +201,7 @@ def test_generators_in_attributes_and_containers_draw_the_same_in_all_passes(
         for step, batch in enumerate(BATCHES[:3]):
             if step == 2:
                 engine.module.held = hold(kind()[0])  # another generator
-            reference = PlainMeZO(engine.module)
+            reference = PlainMeZO(engine.module, copies_model=True)
             reference.steps = step
             expected = reference.passes(loss_on(batch))
             one_step(engine, batch)

@@ -284,7 +284,7 @@ def test_a_drawn_script_trains_as_plain_passes_do(seed: int, lines: list[str], m
     one_direction = json["optimizer"]["params"]["num_directions"] == 1
     for step in range(3):
         batch = toy_batches(step + 1, length=draw.choice([4, 6, 9]))[-1]
-        reference = PlainMeZO(engine.module)
+        reference = PlainMeZO(engine.module, copies_model=True)
         reference.steps = step
         plus, (minus, last) = reference.passes(lambda m, b=batch: (parts_of(m(**b))[0].item(), m))
         output = engine(**batch)

@@ -83,7 +83,7 @@ def test_later_forwards_of_a_mode_run_each_pass_once_and_under_no_mode(
     for step, batch in enumerate([*BATCHES, *toy_batches(2, length=9)]):
         if change is not None and step == 3:
             change(engine)
-        reference = PlainMeZO(engine.module)
+        reference = PlainMeZO(engine.module, copies_model=True)
         reference.steps = step
         state = torch.get_rng_state()
         expected = reference.passes(loss_on(batch))

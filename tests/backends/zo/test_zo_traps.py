@@ -70,7 +70,7 @@ def assert_follows(
 ) -> Any:
     """Checks that both losses of every step, the weights and the random states equal those of plain passes. Returns the
     engine."""
-    reference = PlainMeZO(model)
+    reference = PlainMeZO(model, copies_model=True)
     engine = engine_for(model, json)
     for step, batch in enumerate(batches):
         start = snapshot()
@@ -460,7 +460,7 @@ def test_what_a_forward_leaves_behind_is_as_of_one_pass(
     with torch.inference_mode():
         engine.module(batch(toy_batches(1)[0]["ids"]))
     for step, ids in enumerate(b["ids"] for b in toy_batches(3)):
-        reference, one = PlainMeZO(engine.module), copy.deepcopy(engine.module)
+        reference, one = PlainMeZO(engine.module, copies_model=True), copy.deepcopy(engine.module)
         reference.steps = step
         expected = reference.passes(lambda model, ids=ids: model(batch(ids)))
         with torch.no_grad():
