@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from benchmarks import side_by_side
 from ds_zo.records.rows import read_objects
 from tests.helpers.processes import REPO
+from tests.helpers.warm_interpreter import WarmInterpreter
 
 
 def row(side: str, step_s: float, **more: Any) -> dict[str, Any]:
@@ -30,7 +32,10 @@ def test_a_case_times_ten_steps_or_more_and_an_error_names_the_checkout(tmp_path
 
 
 @pytest.mark.slow
-def test_checkouts_take_turns_that_each_write_a_row(tmp_path: Path) -> None:
+def test_checkouts_take_turns_that_each_write_a_row(
+    tmp_path: Path, warm_interpreter: WarmInterpreter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", warm_interpreter.python())
     words = ["--tiny", "--device", "cpu", "--rounds", "2", "--only", "70b", "--out", str(tmp_path / "rows")]
     side_by_side.main(["--old", str(REPO), *words])
     rows = read_objects(tmp_path / "rows")

@@ -30,14 +30,15 @@ def names_of_checks(module: str) -> list[str]:
     return [function.name.removeprefix("check_") for function in functions if function.name.startswith("check_")]
 
 
-def errors_of_checks(module: str, warm_interpreter: WarmInterpreter) -> dict[str, str | None]:
-    """Traceback of each check, or None."""
+def errors_of_checks(warm_interpreter: WarmInterpreter) -> dict[tuple[str, str], str | None]:
+    """Traceback of each check, or None, by its file and name. One process runs all: each would import Triton."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = python_path(REPO)
-    done = warm_interpreter.run(__file__, module, cwd=REPO, env=environment, timeout_s=600)
+    done = warm_interpreter.run(__file__, cwd=REPO, env=environment, timeout_s=600)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == len(names_of_checks(module)), done.stderr
-    return {line["check"]: line["error"] for line in lines}
+    errors = {(line["module"], line["check"]): line["error"] for line in lines}
+    assert errors.keys() == {(module, check) for module in MODULES for check in names_of_checks(module)}, done.stderr
+    return errors
 
 
 def import_triton_anew() -> None:
@@ -84,20 +85,21 @@ def let_scalars_be_indices() -> None:
     interpreter._patch_lang_tensor = replace_and_mend
 
 
-def main(module: str) -> None:
-    """One JSON line for each check: its name and its traceback, or null."""
+def main() -> None:
+    """One JSON line for each check: its file, its name and its traceback, or null."""
     warnings.simplefilter("ignore")
     import_triton_anew()
     replace_language_once_a_launch()
     let_scalars_be_indices()
-    for name, check in importlib.import_module(module).CHECKS.items():
-        error = None
-        try:
-            check("cpu")
-        except Exception:
-            error = traceback.format_exc()
-        print(json.dumps({"check": name, "error": error}), flush=True)
+    for module in MODULES:
+        for name, check in importlib.import_module(module).CHECKS.items():
+            error = None
+            try:
+                check("cpu")
+            except Exception:
+                error = traceback.format_exc()
+            print(json.dumps({"module": module, "check": name, "error": error}), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

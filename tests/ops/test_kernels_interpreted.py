@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.helpers.interpreted_kernels import MODULES, errors_of_checks, names_of_checks
@@ -14,22 +12,15 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def errors(warm_interpreter: WarmInterpreter) -> Callable[[str], dict[str, str | None]]:
-    found: dict[str, dict[str, str | None]] = {}
-
-    def of(module: str) -> dict[str, str | None]:
-        if module not in found:
-            found[module] = errors_of_checks(module, warm_interpreter)
-        return found[module]
-
-    return of
+def errors(warm_interpreter: WarmInterpreter) -> dict[tuple[str, str], str | None]:
+    return errors_of_checks(warm_interpreter)
 
 
 @pytest.mark.parametrize(
     ("module", "check"), [(module, check) for module in MODULES for check in names_of_checks(module)]
 )
 def test_interpreted_kernel_matches_reference(
-    errors: Callable[[str], dict[str, str | None]], module: str, check: str
+    errors: dict[tuple[str, str], str | None], module: str, check: str
 ) -> None:
-    error = errors(module)[check]
+    error = errors[module, check]
     assert error is None, error
