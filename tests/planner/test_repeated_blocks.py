@@ -15,6 +15,7 @@ from torch import nn
 
 from ds_zo.planner import Model, Rates, plan
 from ds_zo.planner import models as models_module
+from ds_zo.planner.timeline import Trace
 from ds_zo.planner.trace import trace_pass
 from ds_zo.streaming.blocks import find_blocks
 from tests.helpers.tiny_models import CONFIGS
@@ -62,6 +63,11 @@ def count_runs(module: nn.Module) -> list[int]:
     return runs
 
 
+def whole_trace(*args: Any, **options: Any) -> Trace:
+    """As `trace_pass`, where every block runs."""
+    return trace_pass(*args, **options | {"whole": True})
+
+
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, config in UNLIKE.items():
@@ -83,7 +89,7 @@ def test_a_trace_equals_that_of_the_whole_model(case: str, monkeypatch: pytest.M
         traces.append(run(model))
         assert len(set(runs)) == CASES[case][0] < len(model.blocks) == len(traces[-1].block)
     with monkeypatch.context() as patch:
-        patch.setattr(models_module, "trace_pass", partial(trace_pass, whole=True))
+        patch.setattr(models_module, "trace_pass", whole_trace)
         whole = tiny(case)
         runs = count_runs(whole.module)
         assert [run(whole) for run in passes] == traces
@@ -117,7 +123,7 @@ def test_garbage_that_computes_is_in_no_trace(seed: int) -> None:
 
 def test_a_plan_equals_that_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     found = plan(tiny("llama"), device_memory_gb=0.3).to_json()
-    monkeypatch.setattr(models_module, "trace_pass", partial(trace_pass, whole=True))
+    monkeypatch.setattr(models_module, "trace_pass", whole_trace)
     assert plan(tiny("llama"), device_memory_gb=0.3).to_json() == found
 
 
