@@ -127,6 +127,31 @@ def step(rows: Rows) -> Figure:
     return timeline.draw(next(row for row in reversed(rows) if "spans" in row))
 
 
+# Tokens a step
+
+
+_LINKS = {55.2: "#4878a8", 25.0: "#d08a3c", 12.0: "#6aa06a"}
+"""By GB/s of the link: its colour."""
+_MODELS = {"lomo-7b": "LOMO, LLaMA-7B", "adapter-70b": "LoRA over NF4, LLaMA-70B"}
+
+
+def many_tokens(rows: Rows) -> Figure:
+    """Planned tokens/s against the tokens of a step, on three links. A dot is the number that the plan chooses."""
+    figure, panels = _panels(8.0, 4.2, 2)
+    for axes, (case, title) in zip(panels, _MODELS.items(), strict=True):
+        for gbps, colour in _LINKS.items():
+            of_link = [row for row in rows if (row["case"], row["link_gbps"]) == (case, gbps)]
+            found = sorted((row["batch"] * row["length"], row["tokens_per_s"], row["is_chosen"]) for row in of_link)
+            chosen = [i for i, (*_, is_chosen) in enumerate(found) if is_chosen]
+            line = [tokens for tokens, *_ in found], [speed for _, speed, _ in found]
+            axes.plot(*line, color=colour, marker="o", markevery=chosen, label=f"{gbps:g} GB/s")
+        axes.set(xscale="log", xlabel="tokens a step", ylabel="tokens/s", title=title)
+        axes.set_ylim(bottom=0)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    figure.suptitle("Planned for an H200, not measured; all blocks streamed, bf16", fontsize=10)
+    return figure
+
+
 # LSP
 
 
@@ -382,6 +407,7 @@ DRAWINGS: Mapping[str, Callable[..., Any]] = {
     "headline": headline,
     "sizes": sizes,
     "step": step,
+    "many_tokens": many_tokens,
     "parts": parts,
     "bias": bias,
     "curves": curves,

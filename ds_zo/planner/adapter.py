@@ -58,6 +58,8 @@ def _estimate(
     offload: bool,
 ) -> Estimate:
     trace = traced(checkpointing=offload or checkpointing)
+    if offload:
+        trace = recomputed.trace_of(trace, model, stream, trains_before_blocks=False)
     trained = _trained(model, trace)
     scratch = decodings = 0
     if offload:

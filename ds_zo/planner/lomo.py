@@ -87,6 +87,8 @@ def _estimate(
 ) -> Estimate:
     """Streamed blocks are always recomputed from their inputs."""
     trace = model.backward_trace(checkpointing=offload or checkpointing, loss_in_chunks=True)
+    if offload:
+        trace = recomputed.trace_of(trace, model, stream)
     beside = {"states": rule.state_nbytes(model), **trace.peak.parts, "workspace": TWO_WORKSPACES_NBYTES}
     if offload:
         placed = recomputed.place(model, limits, stream, trace, beside=beside)

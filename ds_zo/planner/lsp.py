@@ -102,6 +102,8 @@ def _estimate(
     model: Model, limits: Limits, stream: StreamConfig, params: LSPParams, checkpointing: bool, offload: bool
 ) -> Estimate:
     trace = model.backward_trace(checkpointing=offload or checkpointing, loss_in_chunks=True)
+    if offload:
+        trace = recomputed.trace_of(trace, model, stream)
     counts = _count(model, params, streams=offload)
     rates = model.rates
     moved_numel = counts.subspace_numel + counts.whole_numel

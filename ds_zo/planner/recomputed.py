@@ -14,7 +14,7 @@ from ds_zo.config.section import StreamConfig
 from ds_zo.planner import pricing
 from ds_zo.planner.estimate import Limits
 from ds_zo.planner.models import Model
-from ds_zo.planner.timeline import Cost, Trace
+from ds_zo.planner.timeline import Cost, Trace, add_up
 from ds_zo.planner.units import num_resident, units_of
 from ds_zo.streaming.budget import DeviceBytes, device_bytes
 from ds_zo.streaming.placement import Placement, evenly_spaced
@@ -46,6 +46,23 @@ class Placed:
     """Bytes of all blocks' inputs in host memory. As many are copied there in a step, and back."""
 
 
+_INPUTS_ON_DEVICE = 2
+"""Inputs of blocks on the device if the host has those of all blocks: one is used while another is copied."""
+
+
+def trace_of(traced: Trace, model: Model, stream: StreamConfig, *, trains_before_blocks: bool = True) -> Trace:
+    """The trace of a pass with streamed blocks, of that with all their inputs on the device. `trains_before_blocks`:
+    otherwise the first block's input needs no gradient, and such inputs stay on the device."""
+    if not stream.offload_activations:
+        return traced
+    return add_up(
+        traced.sections,
+        num_blocks=len(model.blocks),
+        block_input_nbytes=traced.block_input_nbytes,
+        inputs_on_device=_INPUTS_ON_DEVICE + (not trains_before_blocks),
+    )
+
+
 def place(
     model: Model,
     limits: Limits,
@@ -56,17 +73,13 @@ def place(
     placement: Placement | None = None,
 ) -> Placed:
     """Keeps as many blocks on the device as fit. `beside`: the parts of device memory that are neither weights, slots
-    nor scratch, with the inputs of all blocks among `activations`. `placement`: None: all parameters are trained, and
-    there is no scratch."""
+    nor scratch. `trace`: that of `trace_of`. `placement`: None: all parameters are trained, and there is no scratch."""
     if placement is None:
         placement = units_of(model, stream, trains_base=True)
         placement.scratch_nbytes = 0
     num_blocks = len(placement.blocks)
     num_slots = stream.device_slots
     on_host = num_blocks * trace.block_input_nbytes if stream.offload_activations else 0
-    if on_host:  # the inputs of two blocks are on the device
-        saved = max(0, num_blocks - 2) * trace.block_input_nbytes
-        beside = {**beside, "activations": beside["activations"] - saved}
 
     def needed(num_resident: int) -> DeviceBytes:
         sizes = device_bytes(placement, num_resident=num_resident, num_slots=num_slots)
@@ -118,22 +131,28 @@ def seconds(
     rates, units = model.rates, placed.placement.blocks
     num_blocks = len(units)
     input_nbytes = placed.inputs_nbytes // max(1, num_blocks)
+    input_down_s = input_nbytes / (rates.link_down_gbps * 1e9)
     share = (trace.backward - trace.non_blocks * 2.0) * (1.0 / max(1, num_blocks))
     alone_s, together_s = (1 / (gbps * 1e9) for gbps in (rates.link_up_gbps, rates.link_duplex_gbps))
-    forward_s = together_s if sent_back == "forward" else alone_s
-    backward_s = together_s if sent_back == "backward" else alone_s
+    up_s = together_s if sent_back == "forward" else alone_s
+    up_again_s = together_s if sent_back == "backward" else alone_s
     seconds_of: dict[tuple[int, Kind], float] = {}
     in_blocks = num_inside = 0
+    waiting_s = 0.0
     for i, unit in enumerate(units):
         numel, num_parameters = unit.numel, len(list(unit.placed))
         in_blocks, num_inside = in_blocks + numel, num_inside + num_parameters
         decode_s = pricing.decode_s(unit, rates) if decodings else 0.0
-        seconds_of[i, Kind.COMPUTE] = trace.block[min(i, len(trace.block) - 1)].seconds + decode_s
+        forward_s = trace.block[min(i, len(trace.block) - 1)].seconds + decode_s
+        seconds_of[i, Kind.COMPUTE] = max(forward_s, input_down_s)  # the next input's copy waits for this one's
+        waiting_s += max(0.0, input_down_s - forward_s)
         later = num_blocks + i
         seconds_of[later, Kind.COMPUTE] = (share + update(numel, num_parameters)).seconds + decodings * decode_s
-        seconds_of[i, Kind.UPLOAD] = seconds_of[i, Kind.DOWNLOAD] = unit.nbytes * forward_s
-        seconds_of[later, Kind.UPLOAD] = (unit.nbytes + input_nbytes) * backward_s
-        seconds_of[later, Kind.DOWNLOAD] = unit.nbytes * backward_s
+        both_s = (unit.nbytes + input_nbytes) / (rates.link_both_gbps * 1e9)
+        seconds_of[i, Kind.UPLOAD] = max(unit.nbytes * up_s, both_s)
+        seconds_of[i, Kind.DOWNLOAD] = unit.nbytes * up_s
+        seconds_of[later, Kind.UPLOAD] = (unit.nbytes + input_nbytes) * up_again_s
+        seconds_of[later, Kind.DOWNLOAD] = unit.nbytes * up_again_s
     outside = update(model.numel - in_blocks, num_all - num_inside)
     seconds_of[pricing.NON_BLOCKS, Kind.COMPUTE] = (trace.non_blocks * 3.0 + outside).seconds + update_at_end_s
     moving = set(placed.blocks)
@@ -145,4 +164,4 @@ def seconds(
         backward_downloads=moving if sent_back == "backward" else (),
     )
     computing = (s for (_, kind), s in seconds_of.items() if kind is Kind.COMPUTE)
-    return pricing.seconds(actions, seconds_of), sum(computing)
+    return pricing.seconds(actions, seconds_of), sum(computing) - waiting_s

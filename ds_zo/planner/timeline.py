@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -87,6 +87,8 @@ class Trace:
     """Gradients of parameters, in the order in which they are complete."""
     peak_from_first_gradient: int = 0
     """The most bytes that are alive after the first gradient is complete, if gradients are dropped as in `peak`."""
+    sections: tuple[PassSection, ...] = field(default=(), compare=False, repr=False)
+    """What was added up."""
 
     @property
     def forward(self) -> Cost:
@@ -116,9 +118,17 @@ class PassSection:
     gradients: tuple[Gradient, ...] = ()
 
 
-def add_up(sections: Sequence[PassSection], *, num_blocks: int, block_input_nbytes: int) -> Trace:
+def add_up(
+    sections: Sequence[PassSection],
+    *,
+    num_blocks: int,
+    block_input_nbytes: int,
+    inputs_on_device: int | None = None,
+) -> Trace:
+    """`inputs_on_device`: how many inputs of blocks are on the device at once. None: those of all blocks that are still
+    to be recomputed."""
     now = peak = peak_keeping = LiveBytes()
-    paused_nbytes = peak_from_first = 0
+    paused_nbytes = peak_from_first = on_host = 0
     gradients: list[Gradient] = []
     around = backward = Cost()
     blocks = [Cost()] * num_blocks
@@ -130,6 +140,10 @@ def add_up(sections: Sequence[PassSection], *, num_blocks: int, block_input_nbyt
         elif section.block is not None:
             blocks[section.block] += section.cost
             paused_nbytes = max(paused_nbytes, now.total)
+        if inputs_on_device is not None:
+            now += LiveBytes(on_host)
+            on_host = max(0, _num_inputs(section, num_blocks) - inputs_on_device) * block_input_nbytes
+            now += LiveBytes(-on_host)
         dropping = now.total - now.gradients
         gradients += [Gradient(g.numel, dropping + g.alive) for g in section.gradients]
         if section.at_peak is not None:
@@ -150,7 +164,15 @@ def add_up(sections: Sequence[PassSection], *, num_blocks: int, block_input_nbyt
         block_input_nbytes,
         tuple(gradients),
         peak_from_first,
+        tuple(sections),
     )
+
+
+def _num_inputs(section: PassSection, num_blocks: int) -> int:
+    """Inputs of blocks that a section finds, that of its own block included."""
+    if section.block is not None:
+        return section.block + 1
+    return num_blocks if section.phase is PassPhase.BACKWARD else 0
 
 
 def _total(peak: LiveBytes) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import front_page, pages
+from benchmarks import front_page, many_tokens, pages
 from ds_zo.bench.report import host_gb
 from tests.helpers.processes import REPO
 
@@ -81,6 +81,16 @@ def test_the_picture_of_the_readme_is_drawn_from_rows_and_legible_on_a_phone() -
     row = front_page.planned_row("30B/lora")
     kept_row = next(r for r in rows_of(front_page.PLANNED) if r["case"] == "30B/lora")
     assert row == {**kept_row, **{key: pytest.approx(kept_row[key], rel=0.02) for key in ("peak_gb", "host_peak_gb")}}
+
+
+def test_the_speeds_of_many_tokens_are_those_of_the_planner() -> None:
+    rows = [row for row in rows_of("cpu_many_tokens.jsonl") if row["case"] == "lomo-7b" and row["link_gbps"] == 12.0]
+    chosen, other = (next(row for row in rows if row["is_chosen"] == is_chosen) for is_chosen in (True, False))
+    planned = many_tokens.plans("lomo-7b")
+    for row in (chosen, other):
+        found = planned(12.0, row["batch"])
+        assert found.tokens_per_s(found["lomo"]) == pytest.approx(row["tokens_per_s"], rel=0.02)
+    assert chosen["step_s"] <= 1.02 * chosen["compute_s"] and other["step_s"] > 10 * other["compute_s"]
 
 
 def test_saves_cost_what_the_page_says() -> None:
