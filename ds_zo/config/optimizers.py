@@ -178,7 +178,8 @@ class LOMOParams(OptimizerParams):
             text = (
                 "gradient_accumulation_steps must be 1, because a gradient is freed once its update is made, got "
                 f"{config.gradient_accumulation_steps}: another optimizer.type alone is not enough; use a larger "
-                "micro-batch with activation checkpointing, LSP or ZO, which accumulate, or set "
+                "micro-batch with ds_zo.stream.tiles where blocks stream, or with activation checkpointing; use LSP or "
+                "ZO, which accumulate; or set "
                 f'{config.params_at}.accumulation to "sequential" for one small update for each micro-batch'
             )
             yield ConfigError(text, at="gradient_accumulation_steps")

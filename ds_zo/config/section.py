@@ -80,6 +80,14 @@ class StreamConfig(ConfigModel):
     """{readers}: keep the inputs of blocks, from which the backward pass recomputes the blocks, in pinned host memory.
     It saves the device one hidden state for each block."""
 
+    tiles: Annotated[int | None, Needs.COPIES, ReadBy(unless=Trait.ZEROTH_ORDER, without=(1,))] = Field(
+        None, ge=1, le=65536
+    )
+    """{readers}: slices of the batch over which each block runs, one after another, so that its activations exist for
+    one slice at a time; null: 1. Raise the micro-batch, and leave `gradient_accumulation_steps` at 1. Gradients are
+    summed over slices in float32. A block that mixes samples, or changes its buffers, runs on the whole batch, as a log
+    line says."""
+
     master: Annotated[
         Literal["split", "wire"],
         ReadBy(

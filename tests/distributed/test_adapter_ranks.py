@@ -50,9 +50,10 @@ def run(*, stage=0, save=None, load=None, first=0, **more):
     engine.destroy()
     return found
 
-results = {"streamed": run(), "nf4": run(frozen_dtype="nf4")}
+results = {"streamed": run(), "nf4": run(frozen_dtype="nf4"), "tiles": run(tiles=2)}
 if world_size > 1:
     results["shared"] = run(stage=3, save="saved")
+    results["shared tiles"] = run(stage=3, tiles=2)
     results["shared nf4"] = run(stage=3, frozen_dtype="nf4")
     results["resumed"] = run(stage=3, load="saved", first=2)
 torch.save(results, folder / f"{world_size}-{rank}.pt")
@@ -79,7 +80,7 @@ def test_two_ranks_are_one_of_twice_the_batch(runs: dict[str, Any]) -> None:
 
 def test_placements_and_a_resumed_run_are_equal_bit_for_bit(runs: dict[str, Any]) -> None:
     two = runs["2-1"]
-    for a, b in (("streamed", "shared"), ("nf4", "shared nf4"), ("shared", "resumed")):
+    for a, b in (("streamed", "shared"), ("nf4", "shared nf4"), ("tiles", "shared tiles"), ("shared", "resumed")):
         assert all(torch.equal(value, two[b]["state"][name]) for name, value in two[a]["state"].items()), (a, b)
     assert two["resumed"]["norms"] == two["shared"]["norms"][2:]
     assert two["shared"]["host"] < 0.6 * two["streamed"]["host"], "ranks share one host copy"

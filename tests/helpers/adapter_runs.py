@@ -50,7 +50,7 @@ def adapter_json(*, offload: bool = True, own: bool = True, **more: Any) -> dict
     """Keys of `stream` are passed by name; anything else is a top-level key. `own`: the script makes its optimizer."""
     stream_keys = (
         *("resident_blocks", "device_slots", "device_memory_gb"),
-        *("blocks", "frozen_dtype", "offload_activations"),
+        *("blocks", "frozen_dtype", "offload_activations", "tiles"),
     )
     stream = {name: more.pop(name) for name in stream_keys if name in more}
     json = {

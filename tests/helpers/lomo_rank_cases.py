@@ -32,6 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": config_for(lr=1e-2, fp16={"enabled": True, "initial_scale_power": 8}),
     "poisoned": config_for(clipping=0.5),
     "streamed": streamed(clipping=0.5, stream=STAYS_OUT),
+    "streamed, tiles": streamed(clipping=0.5, stream={**STAYS_OUT, "tiles": 2}),
     "streamed, grouped": streamed(clipping=0.5, params=GROUPED, stream=STAYS_OUT),
     "streamed adalomo": streamed("AdaLOMO", lr=1e-2, stream=STAYS_OUT),
     "streamed, inputs on the host": streamed(clipping=0.5, stream={**STAYS_OUT, "offload_activations": True}),

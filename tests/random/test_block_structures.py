@@ -124,3 +124,16 @@ def test_zo_is_mezo(seed: int) -> None:
     assert is_equal or Generated(seed).leaves_out_at_first
     compare(seed, zo_json(params=own), expected, atol=2e-5, what="ZO streamed")
     compare(seed, zo_json(params=own, interval=3, resident_blocks=1), expected, atol=2e-5, what="ZO streamed in part")
+
+
+@SEEDS
+def test_tiles_are_whole_batches(seed: int) -> None:
+    """Of four samples; also where a block numbers its samples, and is not tiled."""
+    expected = plain(seed, lambda params: torch.optim.SGD(params, lr=0.1))
+    for tiles in (2, 3):
+        compare(seed, streamed(stream={"tiles": tiles}), expected, atol=1e-6, what=f"LOMO in {tiles} tiles")
+    expected = plain(seed, lambda params: torch.optim.AdamW(params, **ADAM))
+    config = lsp_json(
+        params={**ADAM, "projector": "none"}, zero_optimization=STREAMED, ds_zo={"stream": {"tiles": 1 + seed % 4}}
+    )
+    compare(seed, config, expected, atol=2e-5, what="LSP in tiles")

@@ -59,8 +59,8 @@ def resident_summary(module: nn.Module, device: torch.device) -> StartupSummary:
 def summary_of_blocks(
     store: BlockStore, *, stored_as: str = "", scratch_nbytes: int = 0, fills_after: str = "the first step"
 ) -> StartupSummary:
-    """The summary of a backend whose blocks may stream. `stored_as`: formats of blocks, after a comma. `fills_after`:
-    when `fill_device` moves blocks to the device, in words."""
+    """The summary of a backend whose blocks may stream. `stored_as`: formats and tiles of blocks, after a comma.
+    `fills_after`: when `fill_device` moves blocks to the device, in words."""
     num_blocks = len(store.placement.blocks)
     num_streamed = num_blocks - store.num_resident
     shown = f"all {num_blocks}" if num_streamed == num_blocks else f"{num_streamed} of {num_blocks}"

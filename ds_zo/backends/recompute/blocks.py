@@ -38,6 +38,7 @@ from ds_zo.backends.recompute.context import BlockProfile, ForwardContext
 from ds_zo.backends.recompute.output_check import OutputSummary
 from ds_zo.backends.recompute.recomputation import Recomputation
 from ds_zo.backends.recompute.recorded_outputs import Recorded, add_recorded, recorded_names, recording
+from ds_zo.backends.recompute.tiles import WHOLE, Outputs, TileSearch, Untiled
 from ds_zo.streaming.blocks import reached_elsewhere
 from ds_zo.streaming.units import Unit, UnitState
 from ds_zo.streaming.use import Use
@@ -67,23 +68,21 @@ class _Structure:
     def __init__(self, leaves: Sequence[Any], spec: TreeSpec) -> None:
         self.others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         self.tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._spec = spec
+        self.spec = spec
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The structure with `tensors` for its own."""
         leaves = list(self.others)
         for i, tensor in zip(self.tensor_indices, tensors, strict=True):
             leaves[i] = tensor
-        return tree_unflatten(leaves, self._spec)
+        return tree_unflatten(leaves, self.spec)
 
 
 class BlockCall:
     """One call of a block in a forward pass, with all that is needed to recompute it except the input tensors, which
     its autograd node saves. It lives as long as that node."""
 
-    def __init__(
-        self, block: RecomputedBlock, inputs: _Structure, *, user_dicts: Sequence[bool], device: torch.device
-    ) -> None:
+    def __init__(self, block: RecomputedBlock, inputs: _Structure, *, user_dicts: Sequence[bool]) -> None:
         """`inputs`: the arguments. `user_dicts`: for each argument, whether the caller passed a `UserDict`, which is a
         plain dict in `inputs`."""
         self.block = block
@@ -94,15 +93,20 @@ class BlockCall:
         self.graph_freed = False
         """Its autograd node is freed, or will be at the end of this pass: it is not recomputed again."""
         self.inputs = inputs
-        self.context = ForwardContext(block.profile, device)
+        self.tiles = WHOLE
+        """How the forward has sliced the batch. The recomputation does the same."""
+        self.context: ForwardContext
+        """Set by the forward."""
         self.recorded_names = recorded_names()
         """See [Note: recorded outputs]."""
         self.weight_versions: list[int | None] = []
         """Version counters of the block's parameters in the forward. None: the forward itself changes the counter, as
         PEFT's adapters on parameters do (`target_parameters`), so that it does not show other changes."""
-        self.first_output: OutputSummary | None = None
-        """None before the forward has ended."""
+        self.first_outputs: list[OutputSummary] = []
+        """Of each tile."""
         self._output: _Structure | None = None
+        self._has_written = False
+        """Whether the last run of the block has written to a container."""
         self._user_dicts = list(user_dicts)
         self._containers: list[tuple[Any, dict[Any, Any]]] = []
         """While the block runs: the containers in its arguments, each with its entries before the call. See
@@ -127,10 +131,22 @@ class BlockCall:
                 "once for each backward (if there are several losses, add them up)"
             )
 
+    def run_in_trial(self, forward: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Outputs:
+        """Runs the block to find its tiles. Raises `Untiled` if it writes to a container."""
+        args, kwargs = self.arguments(tensors)
+        with recording(self.recorded_names) as recorded:
+            output = forward(*args, **kwargs)
+        found = self.flatten_output(output, recorded)
+        assert self._output is not None
+        if self._has_written:
+            raise Untiled("it writes to a dict or list that it is passed", is_final=True)
+        return found, self._output.others
+
     def flatten_output(self, output: Any, recorded: Recorded) -> list[torch.Tensor]:
         """Returns the tensors of the output, of the entries that the block wrote to containers, and of the recorded
         outputs. The other leaves are kept for `unflatten_output`."""
         written = [_changes(before, _entries(container)) for container, before in self._containers]
+        self._has_written = any(changed or removed for changed, removed in written)
         self._containers = []
         leaves, spec = tree_flatten((output, written, recorded))
         self._output = _Structure(leaves, spec)
@@ -175,8 +191,12 @@ class RecomputedBlock:
         input does not."""
         if isinstance(left := vars(unit.module).get("forward"), StandIn):  # by an engine that could not be made
             left.remove()
-        forward: Callable[..., Any] = unit.module.forward
-        self._compute = forward if compiler is None else CompiledForward(compiler, unit.module, forward)
+        self._forward: Callable[..., Any] = unit.module.forward
+        self._compute = self._forward if compiler is None else CompiledForward(compiler, unit.module, self._forward)
+        self._tile_search = TileSearch(
+            self.profile,
+            report=lambda reason: recomputation.report_untiled(unit, reason),
+        )
         self._stand_in = StandIn.put(unit.module, "forward", torch.compiler.disable(self._call))
 
     def close(self) -> None:
@@ -225,7 +245,7 @@ class RecomputedBlock:
                 for leaf in leaves:
                     _refuse_hidden_tensors(leaf, self.unit.name)
                 structure = _Structure(leaves, spec)
-                call = BlockCall(self, structure, user_dicts=user_dicts, device=self._recomputation.device)
+                call = BlockCall(self, structure, user_dicts=user_dicts)
                 self._calls.append(weakref.ref(call))
                 shared = [getattr(owner, name) for owner, name in self.shared]
                 with self._recomputation.saving_inputs(tensors):
@@ -286,16 +306,34 @@ class RecomputedBlock:
         """Runs the block for a training forward. Returns the tensors of its output, detached; those that had a graph
         require gradients."""
         versions = [t._version for t in tensors]
-        args, kwargs = call.arguments([t.detach().requires_grad_(t.requires_grad) for t in tensors])
+        inputs, device = [t.detach() for t in tensors], self._recomputation.device
+        wholes: list[Any] = []
         with (
             self.use(),
-            _no_autocast_cache(self._recomputation.device),
+            _no_autocast_cache(device),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(partial(_pack_nothing, self.unit.name), _unpack_nothing),
         ):
             before = self.weight_versions()
+            run = partial(call.run_in_trial, self._forward)
+            call.tiles = tiles = self._tile_search.tiles(
+                run,
+                tensors,
+                others=call.inputs.others,
+                spec=call.inputs.spec,
+                num_tiles=self._recomputation.num_tiles,
+            )
+            call.context = ForwardContext(self.profile, device)
+            rows_of_inputs = tiles.rows_of_inputs(inputs)
             try:
-                outputs = self._copy_own_weights(self._compute_flat(call, args, kwargs))
+                for tile in tiles:
+                    call.context.begin_tile()
+                    cut = [tile.cut(t, rows).detach() for t, rows in zip(inputs, rows_of_inputs, strict=True)]
+                    own = [part.requires_grad_(t.requires_grad) for part, t in zip(cut, tensors, strict=True)]
+                    args, kwargs = call.arguments(own)
+                    outputs = self._copy_own_weights(self._compute_flat(call, args, kwargs))
+                    call.first_outputs.append(self._recomputation.output_check.summarise(outputs))
+                    wholes = tiles.put_outputs(self.unit.name, tile, wholes, outputs)
             except RuntimeError as error:
                 if _IN_PLACE in str(error):
                     raise self._changed_input() from error
@@ -303,11 +341,10 @@ class RecomputedBlock:
             call.weight_versions = [
                 v if v == now else None for v, now in zip(before, self.weight_versions(), strict=True)
             ]
-            call.first_output = self._recomputation.output_check.summarise(outputs)
         call.context.end_forward()
         if versions != [t._version for t in tensors]:
             raise self._changed_input()
-        return [t.detach().requires_grad_(t.requires_grad) for t in outputs]
+        return [t.detach().requires_grad_(t.requires_grad) for t in wholes]
 
     def _changed_input(self) -> ValueError:
         return ValueError(
@@ -330,36 +367,109 @@ class RecomputedBlock:
         if not is_wanted:  # expanded zeros, which take no memory: a user's hooks before the block do not accept None
             before = (*tensors, *(getattr(owner, name) for owner, name in self.shared))
             return [t.new_zeros(()).expand(t.shape) if need else None for t, need in zip(before, needed, strict=True)]
-        inputs = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=False)]
-        wanted = needed[len(inputs) :]
         with self.use() as use:
             call.check_weight_versions()
-            with torch.enable_grad(), call.context.restored(), self._shared_as_leaves(wanted) as shared_leaves:
+            with self._as_leaves(call, needed[len(tensors) :]) as leaves:
+                of_inputs = self._backward_by_tiles(call, tensors, needed, grads)
+            leaves.deliver()
+            if consumer.end_block_backward(self):
+                use.commit()
+        return [*of_inputs, *leaves.of_shared()]
+
+    def _backward_by_tiles(
+        self, call: BlockCall, tensors: Sequence[torch.Tensor], needed: Sequence[bool], grads: Sequence[Any]
+    ) -> list[torch.Tensor | None]:
+        """Returns the gradients of the inputs."""
+        tiles = call.tiles
+        rows = tiles.rows_of_inputs(tensors)
+        whole = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=False)]
+        for t, k in zip(whole, rows, strict=True):
+            if tiles.are_several and t.requires_grad and not k:
+                _sum_wide(t)
+        found: list[torch.Tensor | None] = [None] * len(tensors)
+        for i, (tile, first_output) in enumerate(zip(tiles, call.first_outputs, strict=True)):
+            inputs = [
+                tile.cut(t.detach(), k).requires_grad_(t.requires_grad) if k else t
+                for t, k in zip(whole, rows, strict=True)
+            ]
+            with torch.enable_grad(), call.context.restored(tile=i):
                 args, kwargs = call.arguments(inputs)
                 outputs = self._compute_flat(call, args, kwargs)
-                assert call.first_output is not None
-                self._recomputation.output_check.compare(self.unit.name, self.unit.module, call.first_output, outputs)
-            reached = [(o, g) for o, g in zip(outputs, grads, strict=True) if g is not None and o.requires_grad]
+                self._recomputation.output_check.compare(self.unit.name, self.unit.module, first_output, outputs)
+            parts = [
+                None if g is None else tile.cut(g, k)
+                for g, k in zip(grads, tiles.rows_of_gradients(grads), strict=True)
+            ]
+            reached = [(o, g) for o, g in zip(outputs, parts, strict=True) if g is not None and o.requires_grad]
             del args, kwargs, outputs
             if reached:
                 torch.autograd.backward([o for o, _ in reached], [g for _, g in reached])
-            if consumer.end_block_backward(self):
-                use.commit()
-        return [t.grad for t in (*inputs, *shared_leaves)]
+            found = [tile.put(whole_grad, t.grad, k) for whole_grad, t, k in zip(found, inputs, rows, strict=True)]
+        return [None if grad is None else grad.to(t.dtype) for grad, t in zip(found, tensors, strict=True)]
 
     @contextmanager
-    def _shared_as_leaves(self, wanted: Sequence[bool]) -> Iterator[list[torch.Tensor]]:
+    def _as_leaves(self, call: BlockCall, wanted: Sequence[bool]) -> Iterator[_Leaves]:
         """Context in which detached leaves replace the shared weights, so that the inner backward does not run the
-        hooks of these weights. `wanted`: which of them need gradients. Yields the leaves."""
-        parameters = [getattr(owner, name) for owner, name in self.shared]
-        found = [p.detach().requires_grad_(want) for p, want in zip(parameters, wanted, strict=True)]
+        hooks of these weights. With several tiles, leaves replace the other trained weights too. `wanted`: which shared
+        weights need gradients."""
+        several = call.tiles.are_several
+        places = list(self.shared)
+        parameters = [getattr(owner, name) for owner, name in places]
+        leaves = [_leaf(p, trains=want, sums=several) for p, want in zip(parameters, wanted, strict=True)]
+        own = [p for p, trained in zip(self.profile.parameters, call.context.trained, strict=True) if trained]
+        shared = set(map(id, parameters))
+        leaf_of = {id(p): (p, _leaf(p, trains=True, sums=True)) for p in own if several and id(p) not in shared}
+        for owner in self.profile.modules:
+            for name, p in owner._parameters.items():
+                if id(p) in leaf_of:
+                    places.append((owner, name))
+                    parameters.append(p)
+                    leaves.append(leaf_of[id(p)][1])
         try:
-            for (owner, name), leaf in zip(self.shared, found, strict=True):
-                owner._parameters[name] = leaf  # type: ignore[assignment]
-            yield found
+            for (owner, name), leaf in zip(places, leaves, strict=True):
+                owner._parameters[name] = leaf
+            yield _Leaves(leaves[: len(self.shared)], list(leaf_of.values()))
         finally:
-            for (owner, name), p in zip(self.shared, parameters, strict=True):
+            for (owner, name), p in zip(places, parameters, strict=True):
                 owner._parameters[name] = p
+
+
+class _Leaves:
+    """The leaves that replace weights of a block in its inner backward, and hold their gradients."""
+
+    def __init__(self, shared: Sequence[nn.Parameter], own: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """`shared`: leaves of weights that are also used outside of the block. `own`: other weights, and their
+        leaves."""
+        self._shared, self._own = shared, own
+
+    def deliver(self) -> None:
+        """Gives each of the block's own weights its gradient, which runs the weight's hooks, and frees that gradient.
+        The last weights come first, as in a backward pass."""
+        while self._own:
+            p, leaf = self._own.pop()
+            grad, leaf.grad = leaf.grad, None
+            if grad is not None:
+                trains = p.requires_grad
+                p.requires_grad_(True)  # a user may have frozen it after the forward
+                torch.autograd.backward([p], [grad])
+                p.requires_grad_(trains)
+
+    def of_shared(self) -> list[torch.Tensor | None]:
+        """The gradients of the shared weights."""
+        return [None if leaf.grad is None else leaf.grad.to(leaf.dtype) for leaf in self._shared]
+
+
+def _leaf(p: torch.Tensor, *, trains: bool, sums: bool) -> nn.Parameter:
+    """A detached leaf for a weight. `sums`: it gets gradients of several tiles."""
+    leaf = nn.Parameter(p.detach(), requires_grad=trains)  # compiled code expects this class
+    if sums and trains:
+        _sum_wide(leaf)
+    return leaf
+
+
+def _sum_wide(leaf: torch.Tensor) -> None:
+    """Makes autograd sum the gradients of a leaf in float32."""
+    leaf.grad_dtype = torch.promote_types(leaf.dtype, torch.float32)
 
 
 class _Recompute(torch.autograd.Function):

@@ -26,6 +26,7 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters")
 """Attributes of PEFT's layers that tell which adapters they use."""
 _HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
 """Attributes of a module that hold its forward hooks."""
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 class BlockProfile:
@@ -48,6 +49,10 @@ class BlockProfile:
         """`training` flags of `modules` for which a forward has shown `draws` and `changes`. Norms that were frozen at
         first, for example, change their statistics later."""
 
+    def has_hooks_inside(self) -> bool:
+        """Whether a module inside the block has forward or backward hooks."""
+        return any(getattr(m, name, None) for m in self.modules[1:] for name in (*_HOOKS, *_BACKWARD_HOOKS))
+
     def buffers(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
         """The block's buffers by their keys, which are as in `changes`."""
         for number, m in enumerate(self.modules):
@@ -57,19 +62,20 @@ class BlockProfile:
 
 
 class ForwardContext:
-    """The context of one forward ([Note: the context of a forward]). Made before the forward; `end_forward` is called
-    after it."""
+    """The context of one forward ([Note: the context of a forward]). Made before the forward; `begin_tile` is called
+    before each of its tiles, and `end_forward` after it."""
 
     def __init__(self, profile: BlockProfile, device: torch.device) -> None:
         self._profile = profile
-        self._random = profile.random.get_state()
+        self._random: list[tuple[Any, ...]] = []
+        """The random state before each tile."""
         self._training = tuple(m.training for m in profile.modules)
         self._is_known = self._training in profile.known_flags
         self._python = RandomState.python_state() if profile.draws or not self._is_known else None
         self._autocast = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in {device.type, "cpu"}
         ]
-        self._trained = [p.requires_grad for p in profile.parameters]
+        self.trained = [p.requires_grad for p in profile.parameters]
         self._adapters = [[getattr(m, name) for name in _ADAPTERS] for m in profile.adapted]
         self._hooks = {
             (number, name): dict(hooks)
@@ -85,6 +91,9 @@ class ForwardContext:
         }
         """Copies, made before the forward, of the buffers that it changes in place. Until `end_forward`: of those that
         it may change."""
+
+    def begin_tile(self) -> None:
+        self._random.append(self._profile.random.get_state())
 
     def end_forward(self) -> None:
         """Drops the copies of state that the forward has not used, and records in the profile what it has used."""
@@ -107,9 +116,9 @@ class ForwardContext:
             profile.draws = profile.draws or self._python is not None
 
     @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Context of a recomputation: the state of the forward is restored, and the present state is put back on
-        exit."""
+    def restored(self, *, tile: int) -> Iterator[None]:
+        """Context of the recomputation of one tile: the state of the forward is restored, and the present state is put
+        back on exit."""
         with ExitStack() as stack:
             for kind, enabled, dtype in self._autocast:
                 stack.enter_context(torch.autocast(kind, enabled=enabled, dtype=dtype, cache_enabled=False))
@@ -117,7 +126,7 @@ class ForwardContext:
                 if m.training is not training:
                     stack.callback(setattr, m, "training", m.training)
                     m.training = training
-            for p, trained in zip(self._profile.parameters, self._trained, strict=True):
+            for p, trained in zip(self._profile.parameters, self.trained, strict=True):
                 if p.requires_grad is not trained:
                     stack.callback(p.requires_grad_, p.requires_grad)
                     p.requires_grad_(trained)
@@ -142,7 +151,7 @@ class ForwardContext:
                 stack.callback(RandomState.set_python_state, RandomState.python_state())
                 RandomState.set_python_state(self._python)
             stack.callback(self._profile.random.set_state, self._profile.random.get_state())
-            self._profile.random.set_state(self._random)
+            self._profile.random.set_state(self._random[tile])
             yield
 
 

@@ -177,9 +177,10 @@ class RecomputedBlocks(ModelBlocks):
         ]
 
     def startup_summary(self) -> StartupSummary:
+        tiles = self.recomputation.num_tiles
         return summary_of_blocks(
             self.store,
-            stored_as=self._stored_as,
+            stored_as=self._stored_as + (f"; a block runs over {tiles} slices of the batch" if tiles > 1 else ""),
             scratch_nbytes=self.store.placement.scratch_nbytes,
             fills_after=self._fills_after,
         )

@@ -95,7 +95,7 @@ class OutputCheck:
         if not first.products:
             return
         compared = self._rows(outputs)
-        eps = _coarsest_eps(module, [rows.dtype for rows in compared], self._device)
+        eps = coarsest_eps(module, [rows.dtype for rows in compared], self._device)
         differ = [_differ(rows, before, eps=eps) for rows, before in zip(compared, first.products, strict=True)]
         num_allowed = int(sum(found.numel() for found in differ) * _MAX_SHARE)
         is_other = torch.stack([found.sum() for found in differ]).sum() > num_allowed
@@ -131,7 +131,17 @@ def _differ(rows: torch.Tensor, before: torch.Tensor, *, eps: float) -> torch.Te
     return (difference > 2 * eps * torch.maximum(norms, norms.nanmedian())) & difference.isfinite()
 
 
-def _coarsest_eps(module: nn.Module, dtypes: Sequence[torch.dtype], device: torch.device) -> float:
+def rows_that_differ(found: torch.Tensor, expected: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """Which rows of a floating-point tensor differ from another one's by more than rounding."""
+    dtype = torch.promote_types(found.dtype, torch.float32)
+    num_columns = found.shape[-1] if found.ndim else 1
+    rows, others = (t.to(dtype).reshape(-1, num_columns) for t in (found, expected))
+    norms = torch.linalg.vector_norm(others, dim=1)
+    difference = torch.linalg.vector_norm(rows - others, dim=1)
+    return difference > 2 * eps * torch.maximum(norms, norms.nanmedian())
+
+
+def coarsest_eps(module: nn.Module, dtypes: Sequence[torch.dtype], device: torch.device) -> float:
     """The distance of 1 to the next number in the coarsest dtype that a block may compute in."""
     found = {*dtypes, *(p.dtype for p in module.parameters() if p.is_floating_point() and p.itemsize > 1)}
     if torch.is_autocast_enabled(device.type):

@@ -27,6 +27,7 @@ from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
 from ds_zo.backends.recompute.host_inputs import HostInputs
 from ds_zo.backends.recompute.output_check import OutputCheck
 from ds_zo.config import ConfigError, Resolved
+from ds_zo.logs import show
 from ds_zo.streaming.block_store import BlockStore
 from ds_zo.streaming.budget import device_bytes, reset_peak_memory
 from ds_zo.streaming.loading import check_frozen_dtype
@@ -98,6 +99,10 @@ class Recomputation:
         """Where inputs of blocks are kept until the backward. None: on the device."""
         self._module = module
         self._preparation = preparation
+        self.num_tiles = config.section.stream.tiles or 1
+        """Slices of the batch over which each block runs."""
+        self._untiled: set[tuple[type[nn.Module], str]] = set()
+        """Classes of blocks that are not tiled, each with the reason that was logged."""
         self._checked_modes: set[bool] = set()
         """Whether gradients were on in the forwards that were checked for weights used outside of their blocks."""
 
@@ -133,6 +138,16 @@ class Recomputation:
         with refuse_strays(self.units) if checks else nullcontext():
             yield
         self._checked_modes.add(mode)
+
+    def report_untiled(self, unit: Unit, reason: str) -> None:
+        """Logs once why blocks of a class are not tiled."""
+        found = (type(unit.module), reason)
+        if found not in self._untiled:
+            self._untiled.add(found)
+            show(
+                f"ds_zo: block {unit.name} runs on the whole batch in spite of ds_zo.stream.tiles {self.num_tiles}, as "
+                f"may other blocks of its class: {reason}"
+            )
 
     def saving_inputs(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
         """Context in which autograd saves the input tensors of one call of a block."""

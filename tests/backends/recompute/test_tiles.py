@@ -1,0 +1,393 @@
+"""Blocks over slices of the batch: the run of whole batches, and the blocks for which that is not possible."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.utils import logger
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from ds_zo.backends.recompute import compiled_blocks
+from tests.helpers.adapter_runs import adapted, adapter_json
+from tests.helpers.adapter_runs import start as start_adapter
+from tests.helpers.lomo_runs import lively, start, streamed, train
+from tests.helpers.lsp_runs import CPU, lsp_json
+from tests.helpers.tiny_models import tiny_batch
+from tests.helpers.weights import assert_close, assert_equal, parameters_of
+from tests.helpers.zoo import seeded
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+WIDTH, LENGTH = 8, 3
+LSP_STREAMED = {**CPU, "offload_param": {"device": "cpu"}}
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def engine_of(backend: str, tiles: int | None, *, name: str = "llama", **model: Any) -> Any:
+    stream = {"tiles": tiles}
+    if backend == "adapter":
+        return start_adapter(adapted("rslora", name=name, **model), adapter_json(tiles=tiles))
+    if backend == "lsp":
+        section = {"stream": stream}
+        return start(lsp_json(zero_optimization=LSP_STREAMED, lr=1e-3, ds_zo=section), lively(name, **model).train())
+    kind, _, clipping = backend.partition(", ")
+    more: dict[str, Any] = {"by norm": {"clipping": 0.5}, "by value": {"params": {"clip_grad_value": 1e-3}}}
+    return start(streamed(kind, lr=1e-2, stream=stream, **more.get(clipping, {})), lively(name, **model).train())
+
+
+def data(name: str = "llama", *, num: int = 3, batch_size: int = 5, length: int = 8) -> list[dict[str, torch.Tensor]]:
+    return [tiny_batch(name, seed=seed, batch_size=batch_size, length=length) for seed in range(num)]
+
+
+def trained(engine: Any, batches: list[dict[str, torch.Tensor]]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(7)
+    losses = train(engine, batches)
+    found = parameters_of(engine)
+    engine.destroy()
+    return losses, found
+
+
+@pytest.mark.parametrize("backend", ["LOMO", "LOMO, by norm", "LOMO, by value", "AdaLOMO", "lsp", "adapter"])
+def test_tiled_runs_are_those_of_whole_batches(backend: str, log: pytest.LogCaptureFixture) -> None:
+    """The first loss has the same bits. Gradients are summed in another order."""
+    losses, expected = trained(engine_of(backend, None), data())
+    for tiles in (2, 5, 8):  # uneven tiles, and more than there are samples
+        found, ours = trained(engine_of(backend, tiles), data())
+        assert found[0] == losses[0]
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert_close(ours, expected, atol=1e-5)
+    assert "whole batch" not in log.text
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bloom", "mixtral", "roberta"])
+def test_arguments_with_a_batch_dimension_are_found(name: str, log: pytest.LogCaptureFixture) -> None:
+    """Bloom's blocks get ALiBi's slopes, which have a row for each head of each sample."""
+    none: dict[str, Any] = {"gpt2": {"resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}}.get(name, {})
+    losses, expected = trained(engine_of("LOMO", 1, name=name, **none), data(name))
+    found, ours = trained(engine_of("LOMO", 3, name=name, **none), data(name))
+    assert found == pytest.approx(losses, rel=1e-5)
+    assert_close(ours, expected, atol=1e-5)
+    assert "whole batch" not in log.text
+
+
+class Block(nn.Module):
+    """Attention over the tokens of a sample. `sizes`: the batch sizes that it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.turn = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Parameter(torch.randn(64, WIDTH) / 4)
+        self.sizes: list[int] = []
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> Any:
+        self.sizes.append(len(x))
+        return self.of(x + self.table[places])
+
+    def of(self, x: torch.Tensor) -> Any:
+        scores = self.mix(x) @ x.transpose(-1, -2)
+        return x + torch.tanh(self.turn(scores.softmax(-1) @ x))
+
+
+class BatchNorm(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def of(self, x: torch.Tensor) -> Any:
+        return super().of(self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Average(Block):
+    """Changes a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def of(self, x: torch.Tensor) -> Any:
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean((0, 1)))
+        return super().of(x - self.mean)
+
+
+class Capacity(Block):
+    """In training, each of two experts takes the first tokens of its kind in a batch. It drops out too."""
+
+    def of(self, x: torch.Tensor) -> Any:
+        if not self.training:
+            return super().of(x)
+        x = functional.dropout(x, 0.1)
+        rows = x.reshape(-1, WIDTH)
+        chosen = (rows[:, 0] > 0).long()
+        turn = functional.one_hot(chosen, 2).cumsum(0).gather(1, chosen[:, None]).squeeze(1)
+        kept = turn <= 0.6 * len(rows)
+        return super().of((rows + torch.tanh(self.turn(rows)) * kept[:, None]).view_as(x))
+
+
+class Remembered(Block):
+    """Its capacity is that of its first batch, as in NLLB."""
+
+    capacity: int | None = None
+
+    def of(self, x: torch.Tensor) -> Any:
+        if self.training and self.capacity is None:
+            self.capacity = len(x.flatten(0, 1))
+        return super().of(x) / (self.capacity or 1)
+
+
+class Noisy(Block):
+    def of(self, x: torch.Tensor) -> Any:
+        return super().of(x * torch.rand_like(x)) if self.training else super().of(x)
+
+
+class WithLoss(Block):
+    """Drops out too, so that the trial draws random numbers."""
+
+    def of(self, x: torch.Tensor) -> Any:
+        return super().of(functional.dropout(x, 0.2, self.training)), x.square().mean()
+
+
+class Writing(Block):
+    def forward(self, x: torch.Tensor, places: torch.Tensor, held: Any = None) -> Any:
+        found = super().forward(x, places)
+        held["last"] = found
+        return found
+
+
+class Luck(Block):
+    def of(self, x: torch.Tensor) -> Any:
+        return super().of(x) * (0.5 + random.random())
+
+
+class Recurrent(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+    def of(self, x: torch.Tensor) -> Any:
+        return super().of(self.memory(x)[0])
+
+
+class Centred(Block):
+    """Subtracts a thousandth of the mean of all samples."""
+
+    def of(self, x: torch.Tensor) -> Any:
+        return super().of(x - 1e-3 * x.mean((0, 1)))
+
+
+class Net(nn.Module):
+    def __init__(self, block: type[nn.Module], *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(block() for _ in range(3))
+        if tied:
+            self.layers[2].turn.weight = self.layers[0].turn.weight
+            self.layers[1].mix.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(x.shape[-2])
+        x, held = self.embed(x), dict[str, Any]()
+        extra: Any = 0.0
+        for layer in self.layers:
+            found = layer(x, places, held) if isinstance(layer, Writing) else layer(x, places)
+            x, loss = found if isinstance(found, tuple) else (found, 0.0)
+            extra = extra + loss
+        return x.square().mean() + extra
+
+
+def inputs(num: int = 3, *, batch: int = 4, length: int = LENGTH) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(batch, length, WIDTH, generator=generator) for _ in range(num)]
+
+
+def steps(engine: Any, batches: list[torch.Tensor]) -> list[float]:
+    losses = []
+    torch.manual_seed(3)
+    random.seed(3)
+    for x in batches:
+        loss = engine(x)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def run(model: nn.Module, batches: list[torch.Tensor], *, tiles: int, **more: Any) -> tuple[list[float], Any]:
+    engine = start(streamed(lr=0.05, stream={"tiles": tiles}, **more), model)
+    losses = steps(engine, batches)
+    found = {name: value.detach().clone() for name, value in engine.module_state_dict().items()}
+    engine.destroy()
+    return losses, found
+
+
+def test_a_block_has_the_activations_of_one_tile() -> None:
+    """Also where the number of tokens is the number of samples, and in a last batch that is small."""
+    model = seeded(lambda: Net(Block))
+    engine = start(streamed(lr=0.05, stream={"tiles": 2}), model)
+    sizes: list[list[int]] = []
+    batches = [*inputs(batch=4, length=4), *inputs(1, batch=3), *inputs(1, batch=1)]
+    losses = []
+    for x in batches:
+        model.layers[1].sizes.clear()
+        losses += steps(engine, [x])
+        sizes.append(list(model.layers[1].sizes))
+    found = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    engine.destroy()
+    first, *later, small, one = sizes
+    assert max(first) == 2 and later == [[2, 2, 2, 2]] * 2
+    assert max(small) == 2 and small[-4:] == [2, 1, 2, 1] and one == [1, 1]
+    expected = run(seeded(lambda: Net(Block)), batches, tiles=1)
+    assert losses == pytest.approx(expected[0], rel=1e-5)
+    assert_close(found, expected[1], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("block", "reason"),
+    [
+        (BatchNorm, "it changes its buffers"),
+        (Average, "it changes its buffers"),
+        (Capacity, "it mixes samples"),
+        (Centred, "it mixes samples"),
+        (Remembered, "it changes its attributes"),
+        (Noisy, "it draws random numbers besides dropout"),
+        (WithLoss, "one of its outputs has no batch dimension"),
+        (Writing, "it writes to a dict or list that it is passed"),
+        (Luck, "it draws from the random generators of Python"),
+        (Recurrent, "keeps its weights in a list of its own"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_blocks_that_cannot_be_tiled_run_as_without_tiles(
+    block: type[nn.Module], reason: str, log: pytest.LogCaptureFixture
+) -> None:
+    losses, found = run(seeded(lambda: Net(block)), inputs(), tiles=2)
+    told = [line for line in log.messages if "whole batch" in line]
+    assert len(told) == 1 and "layers.0" in told[0] and reason in told[0]
+    expected = run(seeded(lambda: Net(block)), inputs(), tiles=1)
+    assert losses == expected[0]
+    assert_equal(found, expected[1])
+
+
+def test_hooks_inside_a_block_run_once_for_a_batch(log: pytest.LogCaptureFixture) -> None:
+    model, seen = seeded(lambda: Net(Block)), []
+    handle = model.layers[1].turn.register_forward_hook(lambda m, args, output: seen.append(len(output)))
+    engine = start(streamed(stream={"tiles": 2}), model)
+    steps(engine, inputs(1))
+    assert seen == [4, 4], "in the forward and in its recomputation"
+    assert [line for line in log.messages if "whole batch" in line and "layers.1" in line and "hook" in line]
+    handle.remove()
+    steps(engine, inputs(1))
+    assert model.layers[1].sizes[-4:] == [2, 2, 2, 2]
+    engine.destroy()
+
+
+def test_samples_without_a_batch_dimension_stay_together(log: pytest.LogCaptureFixture) -> None:
+    packed = [x[0] for x in inputs(batch=1, length=6)]
+    losses = run(seeded(lambda: Net(Block)), packed, tiles=2)[0]
+    assert "whole batch" in log.text
+    assert losses == run(seeded(lambda: Net(Block)), packed, tiles=1)[0]
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.01])
+def test_weights_of_several_blocks_are_updated_once(clipping: float) -> None:
+    losses, found = run(seeded(lambda: Net(Block, tied=True)), inputs(), tiles=3, clipping=clipping)
+    expected = run(seeded(lambda: Net(Block, tied=True)), inputs(), tiles=1, clipping=clipping)
+    assert losses == pytest.approx(expected[0], rel=1e-5)
+    assert_close(found, expected[1], atol=1e-5)
+
+
+def test_hooks_of_weights_run_once_for_a_batch() -> None:
+    model, seen = seeded(lambda: Net(Block)), list[str]()
+    for name, p in model.layers.named_parameters():
+        p.register_hook(lambda grad, name=name: seen.append(name))
+    engine = start(streamed(stream={"tiles": 4}), model)
+    steps(engine, inputs(1))
+    assert sorted(seen) == sorted(name for name, _ in model.layers.named_parameters())
+    engine.destroy()
+
+
+class Checkpointed(Block):
+    reentrant = False
+
+    def of(self, x: torch.Tensor) -> Any:
+        return checkpoint(super().of, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_inside_a_block(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checkpointed, "reentrant", reentrant)
+    losses, found = run(seeded(lambda: Net(Checkpointed)), inputs(), tiles=2)
+    expected = run(seeded(lambda: Net(Checkpointed)), inputs(), tiles=1)
+    assert losses == pytest.approx(expected[0], rel=1e-5)
+    assert_close(found, expected[1], atol=1e-5)
+
+
+DROPOUT = {"resid_pdrop": 0.3, "attn_pdrop": 0.3}
+
+
+def test_dropout_in_tiles_repeats_and_resumes(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    losses, expected = trained(engine_of("LOMO", 2, name="gpt2", **DROPOUT), data("gpt2", num=4))
+    assert trained(engine_of("LOMO", 2, name="gpt2", **DROPOUT), data("gpt2", num=4))[0] == losses
+    assert "whole batch" not in log.text
+
+    engine = engine_of("LOMO", 2, name="gpt2", **DROPOUT)
+    torch.manual_seed(7)
+    train(engine, data("gpt2", num=4)[:2])
+    engine.save_checkpoint(str(tmp_path))
+    state = torch.get_rng_state()
+    engine.destroy()
+    resumed = engine_of("LOMO", 2, name="gpt2", **DROPOUT)
+    resumed.load_checkpoint(str(tmp_path))
+    torch.set_rng_state(state)
+    assert train(resumed, data("gpt2", num=4)[2:]) == losses[2:]
+    assert_equal(parameters_of(resumed), expected)
+    resumed.destroy()
+
+
+def test_gradients_of_many_tiles_lose_no_more_than_those_of_a_batch() -> None:
+    """In bfloat16, against float32."""
+    batch = data(batch_size=64, num=1)
+    model = lively("llama").bfloat16().float()
+    model.train()(**batch[0]).loss.backward()
+    exact = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def errors(tiles: int) -> float:
+        engine = start(streamed(stream={"tiles": tiles}, bf16={"enabled": True}), lively("llama").bfloat16().train())
+        grads = dict[str, torch.Tensor]()
+        for name, p in engine.module.named_parameters():
+            p.register_hook(lambda grad, name=name: grads.update({name: grad.float()}))
+        engine.backward(engine(**batch[0]).loss)
+        engine.destroy()
+        inside = [name for name in exact if ".layers." in name]
+        wrong = sum((grads[name] - exact[name]).square().sum() for name in inside)
+        return float((wrong / sum(exact[name].square().sum() for name in inside)).sqrt())
+
+    assert errors(64) <= 1.1 * errors(1)
+
+
+def test_compiled_blocks_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager_decomp_partition")
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    config = streamed(stream={"tiles": 2}, ds_zo={"compile_blocks": True}, lr=1e-2)
+    losses, found = trained(start(config, lively("llama").train()), data(batch_size=4))
+    assert counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+    expected = trained(engine_of("LOMO", 1), data(batch_size=4))
+    assert losses == pytest.approx(expected[0], rel=1e-5)
+    assert_close(found, expected[1], atol=1e-5)
