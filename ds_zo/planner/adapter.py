@@ -15,7 +15,6 @@ from ds_zo.planner.estimate import (
     Limits,
     base_config,
     parts,
-    streaming_where_needed,
 )
 from ds_zo.planner.models import LOW_RANK, Model
 from ds_zo.planner.recomputed import Placed
@@ -43,23 +42,28 @@ def estimate_adapter(
     """Estimates LoRA of rank LOW_RANK on all matrices of the blocks, by AdamW. `offload` None: blocks stream only where
     the whole model does not fit the device. `checkpointing`: of a run whose blocks do not stream. Streamed blocks are
     always recomputed. `head_in_chunks`: see `Model.low_rank_trace`."""
-    traced = partial(model.low_rank_trace, head_in_chunks=head_in_chunks)
-    estimate = partial(_estimate, model, limits, stream or StreamConfig(), params, traced, checkpointing)
-    return streaming_where_needed(estimate, offload)
+
+    def traced(model: Model, *, checkpointing: bool = checkpointing) -> Trace:
+        return model.low_rank_trace(checkpointing=checkpointing, head_in_chunks=head_in_chunks)
+
+    estimate = partial(_estimate, model, limits, params, traced, checkpointing)
+    return recomputed.streaming(estimate, model, limits, stream or StreamConfig(), offload)
 
 
 def _estimate(
     model: Model,
     limits: Limits,
-    stream: StreamConfig,
     params: AdamWParams | None,
     traced: Callable[..., Trace],
     checkpointing: bool,
+    stream: StreamConfig,
     offload: bool,
 ) -> Estimate:
-    trace = traced(checkpointing=offload or checkpointing)
+    trace = traced(model)
     if offload:
-        trace = recomputed.trace_of(trace, model, stream, trains_before_blocks=False)
+        numels = [[LOW_RANK * size for shape in shapes for size in shape] for shapes in model.matrices_by_block]
+        recomputing = partial(traced, checkpointing=True)
+        trace = recomputed.trace_of(model, stream, recomputing, trained=numels, trains_before_blocks=False)
     trained = _trained(model, trace)
     scratch = decodings = 0
     if offload:

@@ -18,7 +18,6 @@ from ds_zo.planner.estimate import (
     Shards,
     base_config,
     parts,
-    streaming_where_needed,
 )
 from ds_zo.planner.models import Model
 from ds_zo.planner.recomputed import Placed
@@ -69,8 +68,8 @@ def estimate_lomo(
     blocks stream only where the whole model does not fit the device. `params` are copied to the JSON; none of them
     takes memory."""
     stream = stream or StreamConfig()
-    estimate = partial(_estimate, model, limits, rule, stream, params, checkpointing)
-    return streaming_where_needed(estimate, offload)
+    estimate = partial(_estimate, model, limits, rule, params, checkpointing)
+    return recomputed.streaming(estimate, model, limits, stream, offload)
 
 
 estimate_adalomo = partial(estimate_lomo, rule=_ADALOMO)
@@ -80,15 +79,13 @@ def _estimate(
     model: Model,
     limits: Limits,
     rule: _Rule,
-    stream: StreamConfig,
     params: LOMOParams | None,
     checkpointing: bool,
+    stream: StreamConfig,
     offload: bool,
 ) -> Estimate:
     """Streamed blocks are always recomputed from their inputs."""
-    trace = model.backward_trace(checkpointing=offload or checkpointing, loss_in_chunks=True)
-    if offload:
-        trace = recomputed.trace_of(trace, model, stream)
+    trace = recomputed.trace_of_all_weights(model, stream, offload=offload, checkpointing=checkpointing)
     beside = {"states": rule.state_nbytes(model), **trace.peak.parts, "workspace": TWO_WORKSPACES_NBYTES}
     if offload:
         placed = recomputed.place(model, limits, stream, trace, beside=beside)

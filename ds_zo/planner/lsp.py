@@ -18,7 +18,6 @@ from ds_zo.planner.estimate import (
     Limits,
     base_config,
     parts,
-    streaming_where_needed,
 )
 from ds_zo.planner.models import Model
 from ds_zo.planner.recomputed import Placed
@@ -94,16 +93,14 @@ def estimate_lsp(
 ) -> Estimate:
     """Estimates LSP. `offload` None: blocks stream only where the whole model does not fit the device."""
     stream, params = stream or StreamConfig(), params or LSPParams()
-    estimate = partial(_estimate, model, limits, stream, params, checkpointing)
-    return streaming_where_needed(estimate, offload)
+    estimate = partial(_estimate, model, limits, params, checkpointing)
+    return recomputed.streaming(estimate, model, limits, stream, offload)
 
 
 def _estimate(
-    model: Model, limits: Limits, stream: StreamConfig, params: LSPParams, checkpointing: bool, offload: bool
+    model: Model, limits: Limits, params: LSPParams, checkpointing: bool, stream: StreamConfig, offload: bool
 ) -> Estimate:
-    trace = model.backward_trace(checkpointing=offload or checkpointing, loss_in_chunks=True)
-    if offload:
-        trace = recomputed.trace_of(trace, model, stream)
+    trace = recomputed.trace_of_all_weights(model, stream, offload=offload, checkpointing=checkpointing)
     counts = _count(model, params, streams=offload)
     rates = model.rates
     moved_numel = counts.subspace_numel + counts.whole_numel

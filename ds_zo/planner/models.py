@@ -61,9 +61,13 @@ class Model:
         return sum(p.numel() * p.element_size() for p in self.module.parameters())
 
     @cached_property
-    def matrices(self) -> list[tuple[int, int]]:
+    def matrices_by_block(self) -> list[list[tuple[int, int]]]:
         """Shapes of the weights of linear layers inside blocks, to which low-rank adapters are attached."""
-        return [tuple(m.weight.shape) for block in self.blocks for m in block.modules() if is_linear(m)]  # type: ignore
+        return [[tuple(m.weight.shape) for m in block.modules() if is_linear(m)] for block in self.blocks]  # type: ignore
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        return [shape for shapes in self.matrices_by_block for shape in shapes]
 
     @property
     def adapters_numel(self) -> int:

@@ -12,9 +12,9 @@ from typing import Literal
 
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import pricing
-from ds_zo.planner.estimate import Limits
+from ds_zo.planner.estimate import Estimate, Limits, streaming_where_needed
 from ds_zo.planner.models import Model
-from ds_zo.planner.timeline import Cost, Trace, add_up
+from ds_zo.planner.timeline import Cost, Trace, add_up, in_tiles
 from ds_zo.planner.units import num_resident, units_of
 from ds_zo.streaming.budget import DeviceBytes, device_bytes
 from ds_zo.streaming.placement import Placement, evenly_spaced
@@ -48,18 +48,80 @@ class Placed:
 
 _INPUTS_ON_DEVICE = 2
 """Inputs of blocks on the device if the host has those of all blocks: one is used while another is copied."""
+_EQUAL_SHARE = 0.01
+"""Steps count as equally long if they differ by at most this share."""
+Traced = Callable[[Model], Trace]
+"""Traces a pass that recomputes its blocks, with the batch of a model."""
 
 
-def trace_of(traced: Trace, model: Model, stream: StreamConfig, *, trains_before_blocks: bool = True) -> Trace:
-    """The trace of a pass with streamed blocks, of that with all their inputs on the device. `trains_before_blocks`:
-    otherwise the first block's input needs no gradient, and such inputs stay on the device."""
-    if not stream.offload_activations:
-        return traced
+def streaming(
+    estimate: Callable[[StreamConfig, bool], Estimate],
+    model: Model,
+    limits: Limits,
+    stream: StreamConfig,
+    offload: bool | None,
+) -> Estimate:
+    """The estimate whose blocks stream, or not; see `streaming_where_needed`. Where `stream.tiles` is null and memory
+    is limited, it takes the fewest tiles whose step is at most 1% longer than the shortest step that fits."""
+
+    def with_best_tiles() -> Estimate:
+        found: list[Estimate] = []
+        for num_tiles in _tile_numbers(model.batch):
+            tiles = {"tiles": num_tiles} if num_tiles > 1 else {}
+            found.append(estimate(StreamConfig(**stream.model_dump(exclude_unset=True) | tiles), True))
+            last = found[-1]
+            if last.fits_device and last.step_s <= (1 + _EQUAL_SHARE) * (last.compute_s or 0.0):
+                break  # it waits for no copies, and more tiles launch more kernels
+        fitting = [e for e in found if e.fits_device] or found[-1:]
+        shortest = min(e.step_s for e in fitting)
+        return next(e for e in fitting if e.step_s <= (1 + _EQUAL_SHARE) * shortest)
+
+    def chosen(offload: bool) -> Estimate:
+        if not offload or stream.tiles is not None or limits.device_nbytes is None:
+            return estimate(stream, offload)
+        return with_best_tiles()
+
+    return streaming_where_needed(chosen, offload)
+
+
+def _tile_numbers(batch: int) -> list[int]:
+    """Powers of two below the batch, and the batch."""
+    return [*(2**i for i in range((batch - 1).bit_length())), batch]
+
+
+def trace_of(
+    model: Model,
+    stream: StreamConfig,
+    traced: Traced,
+    *,
+    trained: Sequence[Sequence[int]],
+    trains_before_blocks: bool = True,
+) -> Trace:
+    """The trace of a pass with recomputed blocks. `trained`: elements of each trained parameter of each block.
+    `trains_before_blocks`: otherwise the first block's input needs no gradient, and such inputs stay on the device."""
+    whole = traced(model)
+    sections, num_tiles = whole.sections, min(stream.tiles or 1, model.batch)
+    if num_tiles > 1:
+        tile = model.with_batch(-(-model.batch // num_tiles))
+        # Gradients are summed in float32. A tile's gradient is converted before it is added.
+        sums = [4 * (sum(numels) + max(numels, default=0)) for numels in trained]
+        share = model.batch / tile.batch
+        sections = in_tiles(whole, traced(tile), num_tiles=num_tiles, share=share, sums_nbytes=sums)
     return add_up(
-        traced.sections,
+        sections,
         num_blocks=len(model.blocks),
-        block_input_nbytes=traced.block_input_nbytes,
-        inputs_on_device=_INPUTS_ON_DEVICE + (not trains_before_blocks),
+        block_input_nbytes=whole.block_input_nbytes,
+        inputs_on_device=_INPUTS_ON_DEVICE + (not trains_before_blocks) if stream.offload_activations else None,
+    )
+
+
+def trace_of_all_weights(model: Model, stream: StreamConfig, *, offload: bool, checkpointing: bool) -> Trace:
+    """The trace of a pass that trains all weights. `checkpointing`: of a run whose blocks do not stream."""
+    if not offload:
+        return model.backward_trace(checkpointing=checkpointing, loss_in_chunks=True)
+    numels = [[p.numel() for p in block.parameters()] for block in model.blocks]
+    return trace_of(
+        model, stream, lambda part: part.backward_trace(checkpointing=True, loss_in_chunks=True), trained=numels
     )
 
 
@@ -94,8 +156,9 @@ def place(
     ends = [*blocks[-num_slots:], *blocks[:num_slots]]
     still_there = min(2 * store, sum(placement.blocks[i].nbytes for i in ends))
     stay_later = stream.resident_blocks is None
+    tiles = f" in {stream.tiles} tiles" if (stream.tiles or 1) > 1 else ""
     return Placed(
-        setting=f"{len(blocks)} of {num_blocks} blocks streamed, recomputed from their inputs",
+        setting=f"{len(blocks)} of {num_blocks} blocks streamed, recomputed from their inputs{tiles}",
         weights_nbytes=there.non_blocks + there.blocks,
         beside=beside,
         placement=placement,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 
@@ -116,6 +116,31 @@ class PassSection:
     at_peak_keeping: LiveBytes | None
     """Bytes at the peak if gradients are kept. None: the section allocated nothing."""
     gradients: tuple[Gradient, ...] = ()
+
+
+def in_tiles(
+    whole: Trace, tile: Trace, *, num_tiles: int, share: float, sums_nbytes: Sequence[int]
+) -> tuple[PassSection, ...]:
+    """The sections of a pass whose blocks run over tiles of the batch one after another. `whole` is the trace of the
+    whole batch, `tile` that of one tile. `share`: samples of the batch for each one of a tile. `sums_nbytes`: for each
+    block, the sums of its gradients over tiles. Outputs, and gradients of inputs, exist for the whole batch."""
+    if [(s.phase, s.block) for s in whole.sections] != [(s.phase, s.block) for s in tile.sections]:
+        raise ValueError("tiles can't be planned: the model runs its blocks in another order for a smaller batch")
+    outputs_nbytes = whole.block_input_nbytes - tile.block_input_nbytes
+
+    def of_block(ours: PassSection, its: PassSection) -> PassSection:
+        if ours.block is None or ours.phase is PassPhase.AROUND:
+            return ours
+        sums = sums_nbytes[ours.block] if ours.phase is PassPhase.BACKWARD else 0
+        more = LiveBytes(outputs_nbytes + sums)
+        return replace(
+            ours,
+            cost=Cost(its.cost.flops * share, its.cost.kernel_s * share, its.cost.launch_s * num_tiles),
+            at_peak=None if its.at_peak is None else its.at_peak + more,
+            at_peak_keeping=None if its.at_peak_keeping is None else its.at_peak_keeping + more,
+        )
+
+    return tuple(of_block(ours, its) for ours, its in zip(whole.sections, tile.sections, strict=True))
 
 
 def add_up(

@@ -1,0 +1,74 @@
+"""Plans of blocks that run over tiles of the batch: their memory, their time, and how many tiles are chosen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ds_zo.config.resolve import resolve
+from ds_zo.config.section import StreamConfig
+from ds_zo.planner import plan
+from ds_zo.planner.estimate import Estimate
+from ds_zo.planner.recomputed import trace_of
+from ds_zo.streaming.budget import MARGIN_NBYTES
+from tests.planner.planned_models import planned
+
+BATCH = 8
+DEEP = {"num_hidden_layers": 6, "intermediate_size": 512}
+
+
+def model(**overrides: Any) -> Any:
+    return planned("llama", batch=BATCH, seq=32, **{**DEEP, **overrides})
+
+
+def estimate(backend: str, *, device_nbytes: int | None = None, **stream: Any) -> Estimate:
+    gb = None if device_nbytes is None else (device_nbytes + MARGIN_NBYTES) / 1e9
+    return plan(model(), backends=[backend], offload=True, stream=stream, device_memory_gb=gb).estimates[0]
+
+
+def traced(part: Any) -> Any:
+    return part.backward_trace(checkpointing=True, loss_in_chunks=True)
+
+
+def test_tiles_have_the_work_of_the_batch_and_the_activations_of_one() -> None:
+    whole, part = model(), model().with_batch(2)
+    numels = [[p.numel() for p in block.parameters()] for block in whole.blocks]
+    tiled = trace_of(whole, StreamConfig(tiles=4), traced, trained=numels)
+    assert (tiled.forward.flops, tiled.backward.flops) == (traced(whole).forward.flops, traced(whole).backward.flops)
+    assert tiled.forward.launch_s > 2 * traced(whole).forward.launch_s
+    inputs = traced(whole).block_input_nbytes
+    inside = traced(part).peak.total - len(numels) * traced(part).block_input_nbytes
+    sums = 4 * (sum(numels[0]) + max(numels[0]))
+    around = (len(numels) + 2) * inputs
+    assert tiled.peak.total == pytest.approx(around + inside + sums, abs=inputs)
+    assert tiled.peak.total < traced(whole).peak.total
+    assert trace_of(whole, StreamConfig(tiles=1), traced, trained=numels) == traced(whole)
+
+
+@pytest.mark.parametrize("backend", ["lomo", "lsp", "adapter"])
+def test_as_many_tiles_are_chosen_as_memory_needs(backend: str) -> None:
+    """The key is in the JSON, unless one tile is enough. A number that the user gives is kept."""
+    needs = {tiles: estimate(backend, resident_blocks=0, tiles=tiles).device_nbytes for tiles in (1, 2, 8)}
+    assert needs[8] < needs[2] < needs[1]
+    found = estimate(backend, resident_blocks=0, device_nbytes=needs[1])
+    assert found.fits and "tiles" not in found.setting
+    found = estimate(backend, resident_blocks=0, device_nbytes=needs[2])
+    assert found.fits and found.device_nbytes == needs[2] and found.setting.count("in 2 tiles") == 1
+    assert resolve(dict(found.config), world_size=1).section.stream.tiles == 2
+    assert not estimate(backend, resident_blocks=0, device_nbytes=needs[2], tiles=1).fits
+    assert not estimate(backend, resident_blocks=0, device_nbytes=needs[8] - 1).fits
+
+
+def test_blocks_that_stay_are_worth_a_tile_where_the_link_is_slow() -> None:
+    rest = estimate("lomo", resident_blocks=6, tiles=4).device_nbytes
+    found = estimate("lomo", device_nbytes=rest)
+    assert "0 of 6 blocks streamed" in found.setting and "tiles" in found.setting
+    assert estimate("lomo", device_nbytes=rest, tiles=1).up_nbytes > 0
+
+
+def test_inputs_of_two_blocks_are_on_the_device() -> None:
+    on_device, on_host = (estimate("lomo", tiles=8, offload_activations=on) for on in (False, True))
+    inputs = traced(model()).block_input_nbytes
+    assert on_device.device["activations"] - on_host.device["activations"] == 4 * inputs
+    assert on_host.host["activations"] == 6 * inputs
