@@ -226,11 +226,15 @@ def dtype_without_request(config: Any) -> Any:
     return config.dtype
 
 
+OUTPUT_CAPTURING = "transformers.utils.output_capturing"
+"""The module with the hooks by which transformers collects outputs of inner modules."""
+
+
 def output_collector() -> Any:
     """The context variable of transformers that holds, while a model's forward runs, the lists in which it collects
     outputs of inner modules. None before 5.2, where each forward has lists of its own that nothing else reaches, and
     where no such model has been imported."""
-    capturing = sys.modules.get("transformers.utils.output_capturing")
+    capturing = sys.modules.get(OUTPUT_CAPTURING)
     return None if capturing is None else capturing._active_collector
 
 

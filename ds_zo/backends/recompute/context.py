@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ds_zo.backends.common.random_state import RandomState, generators_of
+from ds_zo.versions import OUTPUT_CAPTURING
 
 _ADAPTERS = ("_active_adapter", "_disable_adapters")
 """Attributes of PEFT's layers that tell which adapters they use."""
@@ -50,8 +51,10 @@ class BlockProfile:
         first, for example, change their statistics later."""
 
     def has_hooks_inside(self) -> bool:
-        """Whether a module inside the block has forward or backward hooks."""
-        return any(getattr(m, name, None) for m in self.modules[1:] for name in (*_HOOKS, *_BACKWARD_HOOKS))
+        """Whether a module inside the block has forward or backward hooks other than those of
+        [Note: recorded outputs]."""
+        kinds = (getattr(m, name, None) or {} for m in self.modules[1:] for name in (*_HOOKS, *_BACKWARD_HOOKS))
+        return any(getattr(hook, "__module__", None) != OUTPUT_CAPTURING for hooks in kinds for hook in hooks.values())
 
     def buffers(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
         """The block's buffers by their keys, which are as in `changes`."""

@@ -17,7 +17,7 @@ from tests.helpers.equivalence_runs import on_device
 from tests.helpers.lomo_runs import batches, config_for, lively, start, streamed, weights_of
 from tests.helpers.ranks import job
 from tests.helpers.support_matrix import config_of, with_lora
-from tests.helpers.weights import Weights, assert_equal, parameters_of
+from tests.helpers.weights import Weights, assert_close, assert_equal, parameters_of
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -131,6 +131,28 @@ def test_a_coefficient_of_zero_changes_nothing() -> None:
 def test_gradients_are_clipped_with_those_of_the_auxiliary_loss(settings: dict[str, Any]) -> None:
     runs = [run(start(make(**settings), model_of("qwen3_moe")), "qwen3_moe") for make in (streamed, config_for)]
     assert_same(*runs)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_router_logits_of_tiles_are_those_of_the_whole_batch(kind: str) -> None:
+    def made(tiles: int) -> tuple[Run, int]:
+        sizes: list[int] = []
+
+        def noted(forward: Callable[..., Any], hidden: torch.Tensor) -> Any:
+            sizes.append(len(hidden))
+            return forward(hidden)
+
+        model = model_of(kind)
+        for layer in model.model.layers:
+            layer.mlp.forward = partial(noted, layer.mlp.forward)
+        return run(start(streamed(stream={"tiles": tiles}), model), kind, loss_of=own_loss), sizes[-1]
+
+    (whole, batch_size), (tiled, tile_size) = made(1), made(2)
+    assert 0 < tile_size < batch_size
+    assert len(whole[0]) == len(tiled[0])
+    for a, b in zip(whole[0], tiled[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert_close(tiled[1], whole[1], atol=1e-5)
 
 
 def test_router_logits_can_be_asked_for_in_a_call() -> None:
