@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ds_zo.backends.common import chunked_loss
-from ds_zo.backends.common.chunked_head import ChunkedHeads, DeferredLogits
+from ds_zo.backends.common.chunked_head import ChunkedHeads, DeferredLogits, PassWeights
 from ds_zo.config.json_text import parse_json
 from ds_zo.planner.low_rank import low_rank_adapters
 from ds_zo.planner.rates import Rates
@@ -84,7 +84,7 @@ class Model:
         return self.batch * self.seq
 
     def forward_trace(self) -> Trace:
-        """The trace of a pass without gradients and with the loss in chunks, as ZO runs it."""
+        """The trace of a pass without gradients and with head and loss in chunks, as ZO runs it."""
         return self._trace("forward", self._run_forward)
 
     def backward_trace(self, *, checkpointing: bool, loss_in_chunks: bool = False) -> Trace:
@@ -133,12 +133,12 @@ class Model:
         return f"its forward fails on tensors of the right shapes without values ({said})"
 
     def _run_forward(self) -> Trace:
-        with self._chunked_losses():
+        with self._chunked_heads(_OnMeta()):
             return self._pass(backward=False)
 
     @contextmanager
-    def _chunked_heads(self) -> Iterator[None]:
-        heads = ChunkedHeads(chunked_loss.models_with_causal_loss(self.module))
+    def _chunked_heads(self, pass_weights: PassWeights | None = None) -> Iterator[None]:
+        heads = ChunkedHeads(chunked_loss.models_with_causal_loss(self.module), pass_weights=pass_weights)
         with heads.deferred({"labels": True}), self._chunked_losses():
             yield
 
@@ -313,6 +313,13 @@ def _remedy(name: str) -> str:
     except ValueError as error:
         return f"Correct it: {error}."
     return "Correct model_type in its config.json, or update transformers."
+
+
+class _OnMeta:
+    """Weights of passes that exist all the time."""
+
+    def use_of(self, head: nn.Module, *, chunk_nbytes: int) -> Callable[[], AbstractContextManager[None]]:
+        return nullcontext
 
 
 def _chunked_loss_on_meta(logits: torch.Tensor, labels: Any, vocab_size: int, **unused: Any) -> torch.Tensor:

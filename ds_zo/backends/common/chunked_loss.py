@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, pad
 
-from ds_zo.backends.common.chunked_head import ChunkedHeads, DeferredLogits
+from ds_zo.backends.common.chunked_head import ChunkedHeads, DeferredLogits, PassWeights, add_losses_
 
 LOSS_CHUNK_NUMEL = 2**22
 """Logits that the loss of ZO and LOMO converts to float32 at a time: 16 MB, and 16 MB for their log-softmax."""
@@ -43,7 +43,7 @@ def chunked_causal_lm_loss(
     targets = shift_labels.reshape(-1).to(logits.device)
     num_rows = max(1, LOSS_CHUNK_NUMEL // vocab_size)
     if isinstance(logits, DeferredLogits) and logits.is_deferred(vocab_size):
-        total = logits.summed_loss(targets, ignore_index=ignore_index)
+        total = logits.summed_loss(targets, ignore_index=ignore_index, num_rows=num_rows)
     elif logits.requires_grad and torch.is_grad_enabled():
         rows = logits.reshape(-1, vocab_size)
         if len(rows) <= num_rows:
@@ -64,8 +64,7 @@ def chunked_causal_lm_loss(
 def _sum(rows: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, num_rows: int) -> torch.Tensor:
     """The summed loss of all tokens, `num_rows` tokens at a time."""
     total = torch.zeros((), dtype=torch.float32, device=rows.device)
-    for chunk, wanted in zip(rows.split(num_rows), targets.split(num_rows), strict=True):
-        total += cross_entropy(chunk.float(), wanted, ignore_index=ignore_index, reduction="sum")
+    add_losses_(total, rows, targets, ignore_index=ignore_index, num_rows=num_rows)
     return total
 
 
@@ -124,13 +123,14 @@ def losses_in_chunks(models: Sequence[nn.Module]) -> Iterator[None]:
 class CausalLosses:
     """The heads and losses of the models inside a module that have a causal loss."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, pass_weights: PassWeights | None = None) -> None:
+        """`pass_weights`: see `ChunkedHeads`."""
         self._models = models_with_causal_loss(module)
-        self._heads = ChunkedHeads(self._models)
+        self._heads = ChunkedHeads(self._models, pass_weights=pass_weights)
 
     @contextmanager
     def in_chunks(self, call: Mapping[str, Any]) -> Iterator[None]:
-        """Context of a forward that a backward may follow: heads and losses are computed in chunks of tokens where that
-        saves memory. `call`: the keywords of the forward."""
+        """Context of a training forward: heads and losses are computed in chunks of tokens where that saves memory.
+        `call`: the keywords of the forward."""
         with losses_in_chunks(self._models), self._heads.deferred(call):
             yield

@@ -8,6 +8,7 @@ that an engine sets on a module is a `Hook` or a `StandIn`.
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from collections.abc import Callable
 from functools import update_wrapper
@@ -86,3 +87,8 @@ class StandIn:
 
     def __reduce__(self) -> Any:
         return self._method.__reduce__()
+
+
+def own_forward(module: Any) -> Any:
+    """The module's forward, below the stand-ins of an engine."""
+    return inspect.unwrap(module.forward, stop=lambda found: not isinstance(found, StandIn))

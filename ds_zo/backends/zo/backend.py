@@ -25,7 +25,7 @@ from torch import nn
 from ds_zo import ops
 from ds_zo.backends.common.backend import Backend, StepOutcome
 from ds_zo.backends.common.caches import Caches
-from ds_zo.backends.common.chunked_loss import losses_in_chunks, models_with_causal_loss
+from ds_zo.backends.common.chunked_loss import CausalLosses
 from ds_zo.backends.common.deferred_scalar import DeferredScalar
 from ds_zo.backends.common.startup import StartupSummary
 from ds_zo.backends.common.unit_weights import UnitWeights
@@ -107,7 +107,7 @@ class ZOBackend(Backend):
         self._continues_noise = False
         """Whether the checkpoint that was loaded last has the noise of this run."""
         self._tied_outputs_logged = self._narrow_loss_logged = False
-        self._models_with_causal_loss = models_with_causal_loss(module)
+        self._causal_losses = CausalLosses(module, pass_weights=self._passes.runner.working_copies)
         self._caches = Caches(module)
         self._scoring: Scoring | None = None
         """What makes the losses of the present forward; None: the model."""
@@ -148,7 +148,7 @@ class ZOBackend(Backend):
         args, kwargs = self.ranks.shared_batch(args, kwargs)
         self.store.materialiser.begin_forward()
         inputs = PassInputs(args, kwargs, copies=self._passes.profile.writes_inputs)
-        with self._step_settings():
+        with self._step_settings(kwargs):
             results = self._passes.run(
                 inputs,
                 generators=self._model_check.generators,
@@ -207,11 +207,11 @@ class ZOBackend(Backend):
                         self._break_trajectory()
 
     @contextmanager
-    def _step_settings(self) -> Iterator[None]:
+    def _step_settings(self, call: Mapping[str, Any]) -> Iterator[None]:
         """Sets the arithmetic that `compute_dtype` asks for, computes losses in chunks, and turns key-value caches
-        off."""
+        off. `call`: the keywords of the forward."""
         with ExitStack() as stack:
-            stack.enter_context(losses_in_chunks(self._models_with_causal_loss))
+            stack.enter_context(self._causal_losses.in_chunks(call))
             stack.enter_context(self._caches.off())
             compute = self.settings.compute_dtype
             if compute == "tf32" and self.device.type == "cuda":

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_
 from typing import Any
 
 from torch import nn
 
-from ds_zo.backends.common.plain_copies import StandIn
+from ds_zo.backends.common.plain_copies import own_forward
 from ds_zo.backends.common.random_state import own_generators
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 from ds_zo.backends.zo.store import ZOStore
@@ -63,7 +62,7 @@ class ModelCheck:
         """The modules that hold random generators."""
         blocks = [unit.module for unit in store.blocks.placement.blocks]
         owners = [m for m in module.modules() if any(p is not None for p in m._parameters.values())]
-        self._forwards = {m: _own_forward(m) for m in (*blocks, *owners)}
+        self._forwards = {m: own_forward(m) for m in (*blocks, *owners)}
         """The forwards of blocks and of modules that own parameters, at `deepspeed.initialize`."""
         self._structure: Structure | None = None
         """The module tree and the groups when `check` last looked; None before the first check."""
@@ -104,7 +103,7 @@ class ModelCheck:
     def _check_forwards(self) -> None:
         """Raises if a module of which ZO knows how it uses its weights has another forward."""
         for path, m in self._module.named_modules():
-            if m in self._forwards and _own_forward(m) != self._forwards[m]:
+            if m in self._forwards and own_forward(m) != self._forwards[m]:
                 raise ValueError(
                     f"the forward of module {path} was replaced after deepspeed.initialize, where ZO does not know how "
                     "it uses the weights: replace it before deepspeed.initialize"
@@ -158,8 +157,3 @@ class ModelCheck:
         self.trained = self._find_trained()
         if log.length:
             self._on_regrouping()
-
-
-def _own_forward(module: nn.Module) -> Any:
-    """The module's forward, below what the engine has put in its place."""
-    return inspect.unwrap(module.forward, stop=lambda found: not isinstance(found, StandIn))

@@ -33,7 +33,7 @@ class PassRunner:
 
     def _switch(self, index: int) -> None:
         """Binds the weights and the module state of pass `index`, which starts or resumes."""
-        self.working_copies.bind_pass_long(index)
+        self.working_copies.switch(index)
         self.pass_state.switch(index)
 
     def run(self, calls: Calls, *, check: Callable[[], None] = lambda: None) -> list[Any]:

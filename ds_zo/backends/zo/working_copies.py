@@ -4,7 +4,7 @@ pass, copies without noise otherwise."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ds_zo.backends.common.chunked_head import DeferredLogits
 from ds_zo.backends.common.plain_copies import Hook, StandIn
 from ds_zo.backends.zo.guarded_weights import WeightGuard, unseen
 from ds_zo.backends.zo.lockstep import Lockstep
@@ -22,6 +23,7 @@ from ds_zo.backends.zo.scratch_overlap import ScratchOverlap, has_room, overlapp
 from ds_zo.backends.zo.store import ZOStore
 from ds_zo.logs import show
 from ds_zo.streaming.interrupts import interrupts
+from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.units import Unit
 
 _WAIT_FOR_ALL = object()
@@ -60,6 +62,9 @@ class WorkingCopies:
         """Hook handles by the unit's id."""
         self._passes_ahead: set[int] = set()
         """Indices of passes that have left a block which other passes may still have to run."""
+        self._open_head: tuple[int, nn.Module] | None = None
+        """A pass and its head whose logits are deferred. Its weights stay materialised for the loss, until the pass
+        enters another module or pauses."""
         self._pass_long_copies: dict[int, list[torch.Tensor]] = {}
         """Memory for one copy per pass of each pass-long unit, by the unit's id."""
         self._handles: list[Any] = []
@@ -126,7 +131,7 @@ class WorkingCopies:
             yield
         finally:
             with interrupts.deferred():  # else Ctrl-C would leave weights guarded, and a save after it would raise
-                self._training = False
+                self._training, self._open_head = False, None
                 for unit in guarded:
                     self._guard.lift(unit)
                 self._materialiser.end_pass()
@@ -169,6 +174,7 @@ class WorkingCopies:
 
     def _enter_block(self, unit: Unit, module: nn.Module, args: Any) -> None:
         """Pre-hook of a block: materialises its weights for the pass that calls it."""
+        self._close_head()
         enclosing = self._overlap.enclosing(self._index)
         if not self._training:
             self._enter_clean(unit, self._temporary_scratch(unit) if enclosing else self._materialiser.scratch)
@@ -193,7 +199,7 @@ class WorkingCopies:
     def _leave_block(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook after a block: releases its weights once the last pass has run it."""
         self._overlap.leave(self._index, module)
-        kept = self._outside_shared_buffers(output)
+        kept = _outside_shared_buffers(output, self._materialiser)
         if not self._training:
             self._leave_clean(unit)
             return self._marked(module, output, kept)
@@ -204,19 +210,6 @@ class WorkingCopies:
         self._materialiser.hide(unit)
         self._put_guard(unit)
         return kept
-
-    def _outside_shared_buffers(self, output: Any) -> Any:
-        """Returns the output with copies in place of tensors that lie in a shared buffer (`is_in_shared_buffer`).
-        Returns None if there are no such tensors."""
-        if isinstance(output, torch.Tensor):
-            return output.detach().clone() if self._materialiser.is_in_shared_buffer(output) else None
-        is_flat = isinstance(output, tuple) and all(x is None or isinstance(x, torch.Tensor) for x in output)
-        leaves = output if is_flat else tree_flatten(output)[0]  # flattening takes longer than a small block's launches
-        if not any(isinstance(x, torch.Tensor) and self._materialiser.is_in_shared_buffer(x) for x in leaves):
-            return None
-        return tree_map_only(
-            torch.Tensor, lambda leaf: leaf if (own := self._outside_shared_buffers(leaf)) is None else own, output
-        )
 
     def ready(self, request: Any, index: int) -> None:
         """Called by the hub when all passes have made the same request: makes pass `index`'s copy of the requested
@@ -236,6 +229,7 @@ class WorkingCopies:
 
     def _enter_outer(self, module: nn.Module, args: Any) -> None:
         """Pre-hook of an outer module: materialises the units that it owns."""
+        self._close_head()
         at = self._placement.nested_at.get(id(module))
         entering = tuple(self._placement.entered_by[module])
         enclosing = self._overlap.enclosing(self._index)
@@ -264,14 +258,79 @@ class WorkingCopies:
 
     def _leave_outer(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Hook after an outer module: binds its units to the stored weights."""
-        kept = self._outside_shared_buffers(output)
+        if isinstance(output, DeferredLogits):
+            self._open_head = self._index, module
+            return None
+        kept = _outside_shared_buffers(output, self._materialiser)
+        if self._training:
+            self._hide_outer(self._index, module)
+            return kept
         for unit in reversed(self._overlap.leave(self._index, module)):
-            if self._training:
-                self._materialiser.hide(unit)
-                self._put_guard(unit)
-            else:
-                self._leave_clean(unit)
-        return kept if self._training else self._marked(module, output, kept)
+            self._leave_clean(unit)
+        return self._marked(module, output, kept)
+
+    def _hide_outer(self, index: int, module: nn.Module) -> None:
+        """Ends the use of an outer module in pass `index`."""
+        for unit in reversed(self._overlap.leave(index, module)):
+            self._materialiser.hide(unit)
+            self._put_guard(unit)
+
+    # Heads whose logits are deferred
+
+    def use_of(self, head: nn.Module, *, chunk_nbytes: int) -> Callable[[], AbstractContextManager[None]] | None:
+        """See `PassWeights`. Weights of modules inside the head are materialised for each chunk."""
+        if _copied_nbytes_inside(head, self._placement) > chunk_nbytes:
+            return None
+        return partial(self._use_again, head, index=self._index, step=self._store.log.length)
+
+    @contextmanager
+    def _use_again(self, head: nn.Module, *, index: int, step: int) -> Iterator[None]:
+        """Context in which `head` has the weights of pass `index` of a forward in `step`."""
+        if step != self._store.log.length or (self._training and index != self._index):
+            raise RuntimeError(
+                "outputs.logits are computed when they are read, with the weights of their own pass, and these exist "
+                "until engine.step: read them after the forward and before engine.step"
+            )
+        if self._training:
+            with self._opened(head):
+                yield
+            return
+        self._training, self._lockstep.current = True, index
+        try:
+            with self.probing():  # nothing is guarded
+                self.bind_pass_long(index)
+                with self._opened(head):
+                    yield
+        finally:
+            with interrupts.deferred():
+                self._training = False
+                self._overlap.clear()
+                self._bind_all_stored()
+
+    @contextmanager
+    def _opened(self, head: nn.Module) -> Iterator[None]:
+        """Context of a pass in which the head's own weights are materialised."""
+        index = self._index
+        if self._open_head == (index, head):
+            self._open_head = None
+        elif head in self._placement.entered_by:
+            self._enter_outer(head, ())
+        try:
+            yield
+        finally:
+            self._hide_outer(index, head)
+
+    def _close_head(self) -> None:
+        """Ends the use of the head that is open, if there is one."""
+        if self._open_head is not None:
+            index, head = self._open_head
+            self._open_head = None
+            self._hide_outer(index, head)
+
+    def switch(self, index: int) -> None:
+        """Pass `index` starts or resumes."""
+        self._close_head()
+        self.bind_pass_long(index)
 
     # Outside training
 
@@ -342,7 +401,7 @@ class WorkingCopies:
         """Hook that ends what `_enter_pass_long` began for this module."""
         if self._materialised_by.get(id(unit)) is not module:
             return None
-        kept = self._outside_shared_buffers(output)
+        kept = _outside_shared_buffers(output, self._materialiser)
         del self._materialised_by[id(unit)]
         self._leave_clean(unit)
         return self._marked(module, output, kept)
@@ -378,3 +437,24 @@ def _owners(unit: Unit) -> set[nn.Module]:
     """The block's module, and the modules inside it that own parameters of the unit."""
     own = {id(placed.parameter) for placed in unit.placed}
     return {unit.module, *(m for m in unit.module.modules() if any(id(p) in own for p in m._parameters.values()))}
+
+
+def _outside_shared_buffers(output: Any, materialiser: Materialiser) -> Any:
+    """Returns the output with copies in place of tensors that lie in a shared buffer (`is_in_shared_buffer`). Returns
+    None if there are no such tensors."""
+    if isinstance(output, torch.Tensor):
+        return output.detach().clone() if materialiser.is_in_shared_buffer(output) else None
+    is_flat = isinstance(output, tuple) and all(x is None or isinstance(x, torch.Tensor) for x in output)
+    leaves = output if is_flat else tree_flatten(output)[0]  # flattening takes longer than a small block's launches
+    if not any(isinstance(x, torch.Tensor) and materialiser.is_in_shared_buffer(x) for x in leaves):
+        return None
+    return tree_map_only(
+        torch.Tensor, lambda leaf: leaf if (own := _outside_shared_buffers(leaf, materialiser)) is None else own, output
+    )
+
+
+def _copied_nbytes_inside(head: nn.Module, placement: Placement) -> int:
+    """Bytes of the weights that each call of the head copies for modules inside it."""
+    units = [unit for m in head.modules() if m is not head for unit in placement.entered_by.get(m, ())]
+    copied = [p for unit in units for part in unit.parts if not part.direct for p in part.placed]
+    return sum(p.parameter.nbytes for p in copied)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,65 +13,17 @@ import torch
 import transformers as hf
 from deepspeed.utils import logger
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ds_zo.backends.common import chunked_head
 from ds_zo.backends.common.chunked_loss import CausalLosses
 from tests.helpers import lomo_runs
 from tests.helpers.adapter_runs import adapter_json
+from tests.helpers.heads import CHUNK, MODELS, LiveLogits, a_batch, reads, with_lora_head
 from tests.helpers.lomo_runs import lively
 from tests.helpers.lsp_runs import lsp_json
 from tests.helpers.tiny_models import VOCAB, tiny_batch, tiny_model
 from tests.helpers.weights import assert_equal
 from tests.integrations.library_runs import arguments, logged, trainer_for
-
-CHUNK = 3
-"""Tokens of a chunk. A batch has 32."""
-WIDTH = 16
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": WIDTH,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 32,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
-
-def of_config(make: Any, **more: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model: nn.Module = hf.AutoModelForCausalLM.from_config(make(**{**SMALL, **more}))
-    return model
-
-
-def with_lora_head() -> nn.Module:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
-    torch.manual_seed(0)
-    return peft.get_peft_model(tiny_model("llama"), config)
-
-
-def with_saved_head() -> nn.Module:
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
-    torch.manual_seed(0)
-    return peft.get_peft_model(tiny_model("llama"), config)
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "untied": lambda: tiny_model("llama", tie_word_embeddings=False),
-    "tied": lambda: tiny_model("llama", tie_word_embeddings=True),
-    "lora": with_lora_head,
-    "modules_to_save": with_saved_head,
-    "opt": lambda: tiny_model("opt"),
-    "soft-capped": lambda: of_config(hf.Gemma2Config, final_logit_softcapping=0.3, attn_implementation="eager"),
-    "multiplied": lambda: of_config(hf.CohereConfig, logit_scale=0.3),
-    "divided": lambda: of_config(hf.GraniteConfig, logits_scaling=3.0),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -80,36 +31,8 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_head, "HEAD_CHUNK_NUMEL", CHUNK * VOCAB)
 
 
-class LiveLogits(TorchDispatchMode):
-    """Records the most bytes of logits, gradients of logits included, that were alive at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._alive: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for x in tree_leaves(found):
-            # The transposed weight of the head has as many rows as the hidden size.
-            if isinstance(x, torch.Tensor) and x.shape[-1:] == (VOCAB,) and x.shape[:-1].numel() != WIDTH:
-                storage = x.untyped_storage()
-                self._alive[storage._cdata] = weakref.ref(storage)
-        self._alive = {key: ref for key, ref in self._alive.items() if ref() is not None}
-        self.peak = max(self.peak, sum(storage.nbytes() for ref in self._alive.values() if (storage := ref())))
-        return found
-
-
 def in_chunks(model: nn.Module, batch: Any) -> AbstractContextManager[None]:
     return CausalLosses(model).in_chunks(batch)
-
-
-def a_batch(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Some of its labels are ignored."""
-    batch = tiny_batch("llama", seed=seed, batch_size=2, length=16)
-    labels = batch["labels"].clone()
-    labels[0, 2:5] = -100
-    return {**batch, "labels": labels}
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -172,10 +95,6 @@ class Doubled(torch.autograd.Function):
         return 2 * grads[0]
 
 
-def reads(lines: list[str]) -> list[str]:
-    return [line for line in lines if "outputs.logits are used" in line]
-
-
 @pytest.fixture
 def logs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     monkeypatch.setattr(logger, "propagate", True)
@@ -183,14 +102,14 @@ def logs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> C
 
 
 def test_a_model_that_writes_to_its_logits_has_the_loss_of_the_whole() -> None:
-    class Masked(hf.LlamaForCausalLM):
+    class MaskedForCausalLM(hf.LlamaForCausalLM):
         def forward(self, **batch: Any) -> Any:
             logits = self.lm_head(self.model(input_ids=batch["input_ids"])[0])
             logits[:, :, 5:9] = -1.0
             loss = self.loss_function(logits=logits * 2, labels=batch["labels"], vocab_size=VOCAB)
             return hf.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
 
-    model, batch = Masked(tiny_model("llama").config), a_batch()  # type: ignore[arg-type]
+    model, batch = MaskedForCausalLM(tiny_model("llama").config), a_batch()  # type: ignore[arg-type]
     expected = model(**batch)
     expected.loss.backward()
     whole = gradients(model)

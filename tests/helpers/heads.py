@@ -1,0 +1,97 @@
+"""Models with heads of several kinds, and a mode that measures the logits that exist at a time."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import torch
+import transformers as hf
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.helpers.tiny_models import VOCAB, tiny_batch, tiny_model
+
+CHUNK = 5
+"""Tokens of a chunk. A batch has 32."""
+WIDTH, RANK = 16, 2
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def of_config(make: Any, **more: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = hf.AutoModelForCausalLM.from_config(make(**{**SMALL, **more}))
+    return model
+
+
+def with_lora_head() -> nn.Module:
+    config = peft.LoraConfig(r=RANK, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
+    torch.manual_seed(0)
+    return peft.get_peft_model(tiny_model("llama"), config)
+
+
+def with_saved_head() -> nn.Module:
+    config = peft.LoraConfig(r=RANK, target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False)
+    torch.manual_seed(0)
+    return peft.get_peft_model(tiny_model("llama"), config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "untied": lambda: tiny_model("llama", tie_word_embeddings=False),
+    "tied": lambda: tiny_model("llama", tie_word_embeddings=True),
+    "lora": with_lora_head,
+    "modules_to_save": with_saved_head,
+    "opt": lambda: tiny_model("opt"),
+    "soft-capped": lambda: of_config(hf.Gemma2Config, final_logit_softcapping=0.3, attn_implementation="eager"),
+    "multiplied": lambda: of_config(hf.CohereConfig, logit_scale=0.3),
+    "divided": lambda: of_config(hf.GraniteConfig, logits_scaling=3.0),
+}
+
+
+class LiveLogits(TorchDispatchMode):
+    """Records the most bytes of logits, gradients of logits included, that were alive at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for x in tree_leaves(found):
+            # Transposed weights of the head have as many rows as the hidden size, or as the rank of its adapter.
+            is_wide = isinstance(x, torch.Tensor) and x.shape[-1:] == (VOCAB,)
+            if is_wide and x.shape[:-1].numel() not in (WIDTH, RANK):
+                storage = x.untyped_storage()
+                self._alive[storage._cdata] = weakref.ref(storage)
+        self._alive = {key: ref for key, ref in self._alive.items() if ref() is not None}
+        self.peak = max(self.peak, sum(storage.nbytes() for ref in self._alive.values() if (storage := ref())))
+        return found
+
+
+def a_batch(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Some of its labels are ignored."""
+    batch = tiny_batch("llama", seed=seed, batch_size=2, length=16)
+    labels = batch["labels"].clone()
+    labels[0, 2:5] = -100
+    return {**batch, "labels": labels}
+
+
+def reads(lines: list[str]) -> list[str]:
+    """The lines that say that logits are read."""
+    return [line for line in lines if "outputs.logits are used" in line]
