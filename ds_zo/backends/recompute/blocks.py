@@ -404,6 +404,7 @@ class RecomputedBlock:
             del args, kwargs, outputs
             if reached:
                 torch.autograd.backward([o for o, _ in reached], [g for _, g in reached])
+            del reached, parts
             found = [tile.put(whole_grad, t.grad, k) for whole_grad, t, k in zip(found, inputs, rows, strict=True)]
         return [None if grad is None else grad.to(t.dtype) for grad, t in zip(found, tensors, strict=True)]
 
@@ -451,8 +452,10 @@ class _Leaves:
             if grad is not None:
                 trains = p.requires_grad
                 p.requires_grad_(True)  # a user may have frozen it after the forward
-                torch.autograd.backward([p], [grad])
-                p.requires_grad_(trains)
+                try:
+                    torch.autograd.backward([p], [grad])
+                finally:
+                    p.requires_grad_(trains)
 
     def of_shared(self) -> list[torch.Tensor | None]:
         """The gradients of the shared weights."""

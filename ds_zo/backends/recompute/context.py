@@ -56,6 +56,13 @@ class BlockProfile:
         kinds = (getattr(m, name, None) or {} for m in self.modules[1:] for name in (*_HOOKS, *_BACKWARD_HOOKS))
         return any(getattr(hook, "__module__", None) != OUTPUT_CAPTURING for hooks in kinds for hook in hooks.values())
 
+    def keeps_weights_in_lists(self) -> bool:
+        """Whether a module inside the block, such as an LSTM, holds parameters in a list, tuple or dict of its own."""
+        known = set(map(id, self.parameters))
+        kept = (value for m in self.modules for name, value in vars(m).items() if name != "_parameters")
+        lists = (v.values() if isinstance(v, dict) else v for v in kept if isinstance(v, (list, tuple, dict)))
+        return any(id(found) in known for values in lists for found in values)
+
     def buffers(self) -> Iterator[tuple[tuple[int, str], torch.Tensor]]:
         """The block's buffers by their keys, which are as in `changes`."""
         for number, m in enumerate(self.modules):

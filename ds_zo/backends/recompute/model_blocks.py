@@ -180,7 +180,7 @@ class RecomputedBlocks(ModelBlocks):
         tiles = self.recomputation.num_tiles
         return summary_of_blocks(
             self.store,
-            stored_as=self._stored_as + (f"; a block runs over {tiles} slices of the batch" if tiles > 1 else ""),
+            stored_as=self._stored_as + (f"; a block runs over up to {tiles} slices of the batch" if tiles > 1 else ""),
             scratch_nbytes=self.store.placement.scratch_nbytes,
             fills_after=self._fills_after,
         )

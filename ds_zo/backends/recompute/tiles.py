@@ -9,15 +9,16 @@ gradients in float32, and no hook runs for a single tile. At the end each weight
 [Note: which blocks are tiled] No list of models says which blocks may be tiled and which arguments have a batch
 dimension. The first training forward of a block tries it, on the first and the last sample of its batch. The samples
 together must give the outputs that each gives alone. A sample's outputs must not depend on the other sample, also if
-that one is NaN or repeats one token, which would fill up an expert's capacity. Dropout is off in this trial; modules
-stay in training, where alone some routers have a capacity. Blocks that fail it, change their state, draw other random
-numbers, have hooks inside or get arguments of unknown types run on the whole batch. The trial cannot see a capacity in
-tokens that two samples do not fill.
+that one is NaN or repeats one token, which would fill up an expert's capacity. Gradients of zero must give zeros: some
+routers add an auxiliary loss in their backward pass, which would be added for each tile. Dropout is off in this trial;
+modules stay in training, where alone some routers have a capacity. Blocks that fail it, change their state, draw other
+random numbers, have hooks inside or get arguments of unknown types run on the whole batch. The trial cannot see a
+capacity in tokens that two samples do not fill.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -178,7 +179,7 @@ class TileSearch:
     def _check_block(self, others: Sequence[Any]) -> None:
         if self._profile.has_hooks_inside():
             raise Untiled("a module inside it has a hook, which would run for each tile")
-        if any(isinstance(m, nn.RNNBase) for m in self._profile.modules):
+        if self._profile.keeps_weights_in_lists():
             raise Untiled("a module inside it keeps its weights in a list of its own")
         unknown = next((x for x in others if not isinstance(x, _CONSTANTS)), None)
         if unknown is not None:
@@ -188,9 +189,12 @@ class TileSearch:
         """Tries ways to slice the arguments. Reports the reason against the first one if all are refuted."""
         reasons: list[str] = []
         has_raised = False
-        for sliced in _hypotheses(rows, lead):
-            # Slices of a lookup table would be read outside of their bounds, which ends a process on CUDA. So tensors
-            # with several rows for each sample are sliced only where the block needs it to run at all.
+        # Slices of a lookup table would be read outside of their bounds, which ends a process on CUDA. So tensors that
+        # may be tables of as many tokens as there are samples stay whole at first, and tensors with several rows for
+        # each sample are sliced only where the block needs it to run at all.
+        is_square = tensors[lead].ndim > 1 and tensors[lead].shape[1] == len(tensors[lead])
+        tables = {i for i, t in enumerate(tensors) if is_square and t.ndim < 3 and i != lead}
+        for sliced in _hypotheses(rows, lead, tables=tables):
             if reasons and not has_raised and any(k > 1 for k in sliced):
                 continue
             try:
@@ -228,10 +232,12 @@ def _rows(tensor: torch.Tensor, batch: int) -> int:
     return len(tensor) // batch if is_dense and len(tensor) % batch == 0 else 0
 
 
-def _hypotheses(rows: Sequence[int], lead: int) -> Iterator[list[int]]:
+def _hypotheses(rows: Sequence[int], lead: int, *, tables: Collection[int]) -> Iterator[list[int]]:
     """Which tensors may be sliced: those with one row for each sample, these without one of them, all that can be, and
-    the first ones with another one."""
+    the first ones with another one. `tables`: tensors that are whole in the very first way."""
     first = [k if k == 1 else 0 for k in rows]
+    if any(first[i] for i in tables):
+        yield [0 if i in tables else k for i, k in enumerate(first)]
     yield first
     for i in [i for i, k in enumerate(first) if k and i != lead][:_MAX_FLIPS]:
         yield [0 if i == j else k for j, k in enumerate(first)]
@@ -250,6 +256,7 @@ class _Trial:
     ) -> None:
         self._profile, self._run, self._rows, self._lead = profile, run, rows, lead
         self._two = [torch.cat((t[:k], t[-k:])).detach() if k else t for t, k in zip(tensors, rows, strict=True)]
+        self._needed = [t.requires_grad or i == lead for i, t in enumerate(tensors)]
 
     @torch.no_grad()
     def check(self) -> None:
@@ -275,6 +282,23 @@ class _Trial:
                 for other in (self._with_nan(1 - i), self._flooded(1 - i)):
                     found = self._run(other)[0]
                     self._compare([_half(t, k, i) for t, k in zip(found, rows, strict=True)], mine, share=0.0)
+            self._check_backward()
+
+    def _check_backward(self) -> None:
+        """Raises if the backward pass makes gradients of inputs from gradients of zero."""
+        inputs = [t.detach().requires_grad_(needed) for t, needed in zip(self._two, self._needed, strict=True)]
+        with ExitStack() as stack:
+            for p in self._profile.parameters:
+                if p.requires_grad:
+                    stack.callback(p.requires_grad_, True)
+                    p.requires_grad_(False)
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t))
+            outputs = [t for t in self._run(inputs)[0] if t.requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, [torch.zeros_like(t) for t in outputs])
+        if any(t.grad is not None and bool(t.grad.count_nonzero()) for t in inputs):
+            raise Untiled("its backward pass adds gradients of its own", is_final=True)
 
     @staticmethod
     def _rows_of_output(both: torch.Tensor, *alone: torch.Tensor) -> int:

@@ -182,6 +182,45 @@ class Recurrent(Block):
         return super().of(self.memory(x)[0])
 
 
+class HoldingList(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = [self.turn.weight]
+
+    def of(self, x: torch.Tensor) -> Any:
+        return super().of(x @ self.held[0])
+
+
+class AddLoss(torch.autograd.Function):
+    """Returns `x`, and adds the gradient of `loss` in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad, grad.new_ones(())
+
+
+class Balanced(Block):
+    """Its auxiliary loss is a mean over the samples of a batch."""
+
+    def of(self, x: torch.Tensor) -> Any:
+        loss = self.turn(x).softmax(-1).mean(1).square().sum(-1).mean()
+        return AddLoss.apply(super().of(x), loss)
+
+
+class Normed(Block):
+    """Divides the gradient of its output by the gradient's norm."""
+
+    def of(self, x: torch.Tensor) -> Any:
+        found = super().of(x)
+        if found.requires_grad:
+            found.register_hook(lambda grad: grad / grad.norm())
+        return found
+
+
 class Centred(Block):
     """Subtracts a thousandth of the mean of all samples."""
 
@@ -268,6 +307,9 @@ def test_a_block_has_the_activations_of_one_tile() -> None:
         (Writing, "it writes to a dict or list that it is passed"),
         (Luck, "it draws from the random generators of Python"),
         (Recurrent, "keeps its weights in a list of its own"),
+        (HoldingList, "keeps its weights in a list of its own"),
+        (Balanced, "its backward pass adds gradients of its own"),
+        (Normed, "its backward pass adds gradients of its own"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
