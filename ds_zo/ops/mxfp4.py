@@ -43,7 +43,7 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = torch.frexp(x.abs().amax(dim=1))[1] - 1  # of the largest magnitude; its block then has 4 to 6 at most
     scale = (exponent - 2 + 127).clamp(0, 254)
     scaled = torch.ldexp(x, (127 - scale)[:, None])
-    code = torch.tensor(CODE[:8], device=x.device)
+    code = torch.tensor(CODE[:8], dtype=torch.float32, device=x.device)
     magnitude = scaled.abs().contiguous()
     index = torch.bucketize(magnitude, (code[1:] + code[:-1]) / 2, out_int32=True)
     is_tie = magnitude == (code[:-1] + code[1:])[index.clamp(max=6)] / 2
@@ -56,7 +56,7 @@ def dequantise_(out: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -
     """Writes the values of `packed` to `out` (experts, rows, columns), in its dtype. All tensors are on the CPU."""
     _, num_rows, num_columns = out.shape
     byte = torch.arange(256)
-    pairs = torch.tensor(CODE)[torch.stack([byte & 15, byte >> 4], dim=1)]
+    pairs = torch.tensor(CODE, dtype=torch.float32, device="cpu")[torch.stack([byte & 15, byte >> 4], dim=1)]
     packed, scales = packed.view(len(out), -1), scales.view(len(out), -1)
     for expert, target in enumerate(out):  # one at a time, so that temporaries stay small
         code = pairs.index_select(0, packed[expert].int()).view(-1, GROUP_NUMEL)

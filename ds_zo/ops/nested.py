@@ -29,10 +29,10 @@ def _code_book() -> torch.Tensor:
     """The 256 numbers of bitsandbytes' dynamic map: in seven decades, each in twice as many steps as the one below."""
     found = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1)
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
         middles = (edges[:-1] + edges[1:]) / 2
         found += (10 ** (decade - 6) * middles).tolist() + (-(10 ** (decade - 6)) * middles).tolist()
-    return torch.tensor(sorted(found))
+    return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
 
 
 CODE = _code_book()

@@ -82,7 +82,7 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scaled = torch.cat([scaled, short / largest])
     if scaled.numel() % 2:
         scaled = torch.cat([scaled, scaled.new_zeros(1)])
-    code = torch.tensor(CODE, device=x.device)
+    code = torch.tensor(CODE, dtype=torch.float32, device=x.device)
     index = torch.bucketize(scaled, (code[1:] + code[:-1]) / 2, out_int32=True).to(torch.uint8).view(-1, 2)
     return (index[:, 0] << 4) | index[:, 1], absmax
 
@@ -90,7 +90,7 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantise_(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor) -> None:
     """Writes the values of `packed` to `out`, in its dtype. All tensors are flat and on the CPU."""
     index = torch.arange(256)
-    pairs = torch.tensor(CODE)[torch.stack([index >> 4, index & 15], dim=1)]
+    pairs = torch.tensor(CODE, dtype=torch.float32, device="cpu")[torch.stack([index >> 4, index & 15], dim=1)]
     for start in range(0, out.numel(), _CHUNK_NUMEL):
         chunk = out[start : start + _CHUNK_NUMEL]
         end = start + chunk.numel()

@@ -42,9 +42,12 @@ def plain_names(names: Collection[str]) -> set[str]:
 
 
 def stacked(name: str, parts: Sequence[Quantised], shape: tuple[int, ...]) -> Quantised:
-    """The weight whose matrices are `parts`, in this order."""
+    """The weight whose matrices are `parts`, in this order. One part has the shape of its own file."""
+    if len(parts) == 1:
+        return parts[0]
     found = [part.shape for part in parts]
-    if sum(map(math.prod, found)) != math.prod(shape) or len(set(found)) != 1:
+    is_stack = len(set(found)) == 1 and found[0][-1:] == shape[-1:]
+    if not is_stack or sum(map(math.prod, found)) != math.prod(shape):
         raise ValueError(f"{name} must have shape {shape}, got matrices of {sorted(set(found))}: {_DAMAGED}")
     packed, scales = torch.cat([part.packed for part in parts]), torch.cat([part.absmax for part in parts])
     return type(parts[0])(packed, scales, shape)
@@ -75,7 +78,7 @@ def _read_nf4(read: Callable[[str], torch.Tensor], name: str) -> Quantised:
         shape = tuple(state["shape"])
         packed = read(name).reshape(-1).view(torch.uint8)
         absmax = read(f"{name}.absmax").reshape(-1)
-        _check_code_book(f"{name}.quant_map", read, torch.tensor(CODE))
+        _check_code_book(f"{name}.quant_map", read, torch.tensor(CODE, dtype=torch.float32, device="cpu"))
         num_bytes, num_scales = -(-math.prod(shape) // 2), -(-math.prod(shape) // GROUP_NUMEL)
         if (packed.numel(), absmax.numel()) != (num_bytes, num_scales):
             raise ValueError(

@@ -133,3 +133,20 @@ def test_a_stack_has_the_rows_of_its_matrices() -> None:
         ops.dequantise_nf4_(alone, its_packed, row)
         assert_same_bits(matrix, alone)
     assert ops.NF4_NESTED.num_scales(4096 * 4096) / 4096**2 + 0.5 == pytest.approx(0.51587, abs=1e-5)
+
+
+def test_torchs_default_dtype_changes_no_bits() -> None:
+    values = torch.randn(5 * 64, generator=torch.Generator().manual_seed(0))
+    before = nf4.quantise(values), nested.quantise(values)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        after = nf4.quantise(values), nested.quantise(values)
+        out = torch.empty(values.numel(), dtype=torch.float32)
+        ops.dequantise_nf4_(out, *after[1])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for ours, theirs in zip(after, before, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+    expected = torch.empty_like(out)
+    ops.dequantise_nf4_(expected, *before[1])
+    assert torch.equal(out, expected)

@@ -366,6 +366,21 @@ def test_a_checkpoint_of_bitsandbytes(nests: bool, stream: dict[str, Any], backe
     assert {part.stored_as for unit in blocks for part in unit.parts} == {"bfloat16", form}
 
 
+@pytest.mark.parametrize("nests", [False, True])
+def test_a_four_bit_matrix_of_another_shape_is_refused(nests: bool, tmp_path: Path) -> None:
+    folder, _ = bitsandbytes_folder(tmp_path, nests=nests)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if "down_proj" in name and name.endswith("bitsandbytes__nf4")]:
+        state = json.loads(bytes(tensors[name].tolist()))
+        state["shape"].reverse()
+        tensors[name] = torch.tensor(list(json.dumps(state).encode())).byte()
+    save_file(tensors, file, metadata={"format": "pt"})
+    model = load_pretrained(hf.AutoModelForCausalLM, folder, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"has shape .* in the model's files: use the config\.json that belongs"):
+        read_all(model)
+
+
 def test_a_changed_byte_of_a_scale_is_another_base(tmp_path: Path) -> None:
     """A run over nested scales resumes with them and with float32 ones, whose values are the same."""
     folder, _ = bitsandbytes_folder(tmp_path / "model", nests=True)
