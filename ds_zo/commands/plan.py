@@ -101,7 +101,7 @@ def _of_tokens(planned: Callable[..., Plan], args: argparse.Namespace, rates: Ra
             raise ValueError(f"auto goes with one --backend, got {args.backend or 'all'} (--tokens-per-step)")
         model = load_model(args.model, batch=1, seq=args.seq, dtype=args.dtype, rates=rates)
         return smallest_unbound(lambda batch: planned(model.with_batch(batch)))
-    if not tokens.isdigit() or int(tokens) < 1 or int(tokens) % of_one:
+    if not tokens.isdecimal() or int(tokens) < 1 or int(tokens) % of_one:
         raise ValueError(
             f"tokens a step must be auto or a multiple of {of_one} (GPUs x --seq), got {tokens} (--tokens-per-step)"
         )

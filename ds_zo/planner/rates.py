@@ -101,7 +101,8 @@ def card_rates(name: str) -> Rates:
 
 
 def with_link(rates: Rates, gbps: float) -> Rates:
-    """The rates with a link of so many GB/s from host to device, and in proportion in the other direction and both."""
+    """The rates with a link of so many GB/s from host to device, and in proportion in the other direction and both.
+    Devices that have no faster way to each other use it too."""
     if not 0 < gbps < math.inf:
         raise ValueError(f"the speed of the link must be > 0 GB/s, got {gbps:g} (--link-gb-s)")
     share = gbps / rates.link_up_gbps
@@ -111,6 +112,7 @@ def with_link(rates: Rates, gbps: float) -> Rates:
         link_up_gbps=gbps,
         link_down_gbps=rates.link_down_gbps * share,
         link_both_gbps=rates.link_both_gbps * share,
+        interconnect_gbps=gbps if rates.interconnect_gbps == rates.link_up_gbps else rates.interconnect_gbps,
     )
 
 

@@ -85,3 +85,9 @@ def test_tokens_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     ):
         assert main([*command, *options]) == 1
         assert error in capsys.readouterr().err
+
+
+def test_devices_without_a_link_of_their_own_have_that_to_the_host() -> None:
+    shared = replace(Rates(), interconnect_gbps=Rates().link_up_gbps)
+    assert with_link(shared, 3.0).interconnect_gbps == 3.0
+    assert with_link(Rates(), 3.0).interconnect_gbps == Rates().interconnect_gbps != Rates().link_up_gbps
