@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import runpy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 METRICS = ("accuracy", "f1")
-Score = Callable[[Any, Any], Any]
+ScoreFunction = Callable[[Any, Any], Any]
 """A function of (outputs, batch), as `engine.zo_step` takes it."""
 
 
@@ -31,7 +32,7 @@ class ScoredBatch:
     """A micro-batch and the function that scores the outputs of its forward."""
 
     inputs: dict[str, torch.Tensor]
-    score: Score
+    score: ScoreFunction
     num_positions: int | None = None
     """The number of last positions of which the score reads logits; None: of all positions."""
 
@@ -39,7 +40,7 @@ class ScoredBatch:
 class Objective:
     """Makes scored micro-batches. This base class scores the task's own training batches."""
 
-    def __init__(self, score: Score) -> None:
+    def __init__(self, score: ScoreFunction) -> None:
         self._score = score
 
     def prepare(self, tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> None:
@@ -72,18 +73,24 @@ def objective_of(args: argparse.Namespace, task: Task) -> Objective | None:
     return OptionObjective(task, measure)
 
 
-def _function_of(path: Path, name: str) -> Score:
+def _function_of(path: Path, name: str) -> ScoreFunction:
     if not path.is_file():
         raise UserError(f"looked for a Python file at {path}: not found (--objective)")
-    functions = {key: value for key, value in runpy.run_path(str(path)).items() if callable(value)}
+    sys.path.insert(0, str(path.resolve().parent))  # as for a script, so that it can import modules beside it
+    try:
+        functions = {key: value for key, value in runpy.run_path(str(path)).items() if callable(value)}
+    except Exception as error:
+        raise UserError(f"{path} raised {error!r} when it was imported (--objective)") from error
+    finally:
+        sys.path.pop(0)
     if name not in functions:
         found = ", ".join(sorted(key for key in functions if not key.startswith("_"))) or "none"
         raise UserError(f"looked for a function {name!r} in {path}, which has {found} (--objective)")
-    found_function: Score = functions[name]
+    found_function: ScoreFunction = functions[name]
     return found_function
 
 
-def _of_head(measure: Measure) -> Score:
+def _of_head(measure: Measure) -> ScoreFunction:
     def score(outputs: Any, batch: Any) -> float:
         return measure(outputs.logits.argmax(dim=-1).tolist(), batch["labels"].tolist())
 

@@ -20,8 +20,9 @@ from ds_zo.training.engine import samples_per_step
 from ds_zo.training.errors import UserError
 
 PROGRESS = "progress.json"
-KEPT = ("task", "seed", "data_seed", "num_train", "group_by_length")
-"""Arguments that decide which examples come in which order. A resumed run must have the checkpoint's values."""
+KEPT = ("task", "seed", "data_seed", "num_train", "group_by_length", "objective")
+"""Arguments that decide which examples come in which order, and what they are scored by. A
+resumed run must have the checkpoint's values."""
 
 
 @dataclass

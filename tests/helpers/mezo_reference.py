@@ -85,9 +85,11 @@ class PlainMeZO:
                     set_snapshot(start)
                     model = copy.deepcopy(self.model) if self.copies_model else self.model
                     self._perturb_(model, sign * self.zo_eps, direction, weights)
-                    results.append(call(model))
-                    for value, before in zip(values, own, strict=True):
-                        value.copy_(before)
+                    try:
+                        results.append(call(model))
+                    finally:
+                        for value, before in zip(values, own, strict=True):
+                            value.copy_(before)
         return results
 
     def step(self, *calls: Callable[[nn.Module], torch.Tensor]) -> list[float]:

@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from ds_zo.tasks import Choice, ChoiceTask, Evaluator, LabelledTask, make_task
 from ds_zo.tasks.base import Task
 from ds_zo.tasks.embedded_model import FOLDER
+from ds_zo.tasks.metrics import macro_f1
 from ds_zo.training.arguments import parse_args
 from ds_zo.training.data import TrainingBatches
+from ds_zo.training.errors import UserError
 from ds_zo.training.job import run
 from ds_zo.training.objectives import objective_of
 
@@ -80,7 +82,9 @@ def test_the_score_of_a_batch_is_the_one_of_the_tasks_evaluation(name: str, metr
         found.append(score)
         if metric == "accuracy":
             assert score == sum(p == y for p, y in zip(predicted, labels, strict=True)) / len(rows)
-        elif name != "mixed":
+        elif name == "mixed":
+            assert score == macro_f1(predicted, labels)
+        else:
             hits = sum(p == y == 1 for p, y in zip(predicted, labels, strict=True))
             assert score == pytest.approx(2 * hits / max(1, predicted.count(1) + labels.count(1)))
     assert 0 < sum(found) < 3, "else constants would pass"
@@ -118,12 +122,21 @@ def test_a_run_shows_its_score(job: list[str], tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.usefixtures("single_process")
 def test_minus_the_loss_of_a_file_trains_as_the_loss_does(job: list[str], tmp_path: Path) -> None:
     file = tmp_path / "scores.py"
-    file.write_text("def gain(outputs, batch):\n    assert batch['labels'].shape == outputs.logits.shape[:2]\n")
-    with file.open("a") as lines:
-        lines.write("    return -outputs.loss\n")
+    (tmp_path / "signs.py").write_text("SIGN = -1\n")
+    file.write_text("from signs import SIGN\n\ndef gain(outputs, batch):\n    return SIGN * outputs.loss\n")
     by_loss, by_score = (run(parse_args([*job, *more])) for more in ([], ["--objective", f"{file}:gain"]))
     assert by_loss is not None and by_score is not None
     assert [-point.score for point in by_score.curve] == pytest.approx([p.loss for p in by_loss.curve], rel=1e-5)
+
+
+@pytest.mark.usefixtures("single_process")
+def test_a_run_resumes_with_its_objective(job: list[str], tmp_path: Path) -> None:
+    words = [*(word for word in job if word != "--no-save"), "--save-every", "2"]
+    run(parse_args([*words, "--objective", "accuracy"]))
+    with pytest.raises(
+        UserError, match="resumes with the objective it began with: the checkpoint has 'accuracy', got None"
+    ):
+        run(parse_args([*words, "--resume", "latest"]))
 
 
 @pytest.mark.parametrize(
@@ -131,6 +144,7 @@ def test_minus_the_loss_of_a_file_trains_as_the_loss_does(job: list[str], tmp_pa
     [
         (["--objective", "acc"], r"must be accuracy, f1 or FILE.py:function, got 'acc' \(--objective\)"),
         (["--objective", "{}.py:gain"], r"Python file at .*\.py: not found \(--objective\)"),
+        (["--objective", "{}/broken.py:gain"], r"broken.py raised NameError.* when it was imported \(--objective\)"),
         (["--objective", "{}/scores.py:loss"], r"a function 'loss' in .*scores.py, which has gain, margin \(--obj"),
         (
             ["--objective", "f1", "--task", "text", "--data", "{}/notes.txt"],
@@ -142,6 +156,7 @@ def test_minus_the_loss_of_a_file_trains_as_the_loss_does(job: list[str], tmp_pa
 @pytest.mark.usefixtures("single_process", "job")
 def test_a_wrong_objective_is_told_before_a_model_is_loaded(words: list[str], said: str, tmp_path: Path) -> None:
     (tmp_path / "scores.py").write_text("def gain(o, b): ...\ndef margin(o, b): ...\ndef _own(): ...\n")
+    (tmp_path / "broken.py").write_text("gain = nothing\n")
     (tmp_path / "notes.txt").write_text("".join(f"Paragraph {i} of a text.\n\n" for i in range(40)))
     words = [word.format(tmp_path) for word in words]
     with pytest.raises(ValueError, match=said):

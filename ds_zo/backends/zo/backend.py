@@ -128,6 +128,8 @@ class ZOBackend(Backend):
                 self._passes.recover()
             if not (trains and torch.is_grad_enabled()):
                 if self._scoring is not None:
+                    if trains:  # inside a pass, where gradients are off
+                        raise RuntimeError("an objective must not run the engine, got a call: call engine.module")
                     raise RuntimeError(
                         "engine.zo_step needs a model in train mode, got one in eval mode: call engine.train() first"
                     )

@@ -34,9 +34,9 @@ class PassInputs:
         args, kwargs = self.fresh()
         return args or kwargs
 
-    def num_sequences(self) -> int | None:
-        """The length of the first tensor that has dimensions; None if there is no such tensor."""
-        return next((len(x) for x in self._leaves if isinstance(x, torch.Tensor) and x.ndim), None)
+    def lengths(self) -> set[int]:
+        """The lengths of the tensors that have dimensions. One of them is the number of sequences."""
+        return {len(x) for x in self._leaves if isinstance(x, torch.Tensor) and x.ndim}
 
     def _own(self, leaf: Any) -> Any:
         return leaf.clone() if self.copies and isinstance(leaf, torch.Tensor) else leaf

@@ -85,7 +85,7 @@ class TrainingPasses:
         calls = [partial(self._scored_pass, i, inputs, scoring) for i in range(self._num_passes)]
         try:
             return self.runner.run(calls, check=scoring.check)
-        except Exception:
+        except BaseException:
             self._lockstep.set_snapshot(randomness)
             raise
 

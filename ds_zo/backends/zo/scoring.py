@@ -9,10 +9,11 @@ ranks make the step, or none does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal
 
 import torch
+from deepspeed.utils import logger
 
 from ds_zo.backends.zo.lockstep import CannotInterleave
 from ds_zo.backends.zo.outputs import loss_of
@@ -39,8 +40,9 @@ class Scoring:
             raise TypeError(
                 f"objective must be a function of (outputs, batch), got {type(objective).__name__} (engine.zo_step)"
             )
-        if on_error != "raise" and not (isinstance(on_error, (int, float)) and math.isfinite(on_error)):
-            raise ValueError(f'on_error must be "raise" or a finite number, got {on_error!r} (engine.zo_step)')
+        largest = torch.finfo(torch.float32).max
+        if on_error != "raise" and not (isinstance(on_error, (int, float)) and abs(on_error) <= largest):
+            raise ValueError(f'on_error must be "raise" or a finite float32, got {on_error!r} (engine.zo_step)')
         self._objective = objective
         self._minimise = minimise
         self._stand_in = None if on_error == "raise" else float(on_error)
@@ -65,7 +67,7 @@ class Scoring:
             return loss.clone()
         self._errors.pop(index, None)
         try:
-            scores = _scores_of(self._objective(output, inputs.batch()), num_sequences=inputs.num_sequences())
+            scores = _scores_of(self._objective(output, inputs.batch()), lengths=inputs.lengths())
         except CannotInterleave:
             raise
         except Exception as error:
@@ -74,7 +76,7 @@ class Scoring:
         is_nan = scores.isnan()
         self._num_nan[index] = is_nan.sum()
         if self._stand_in is not None:
-            scores = scores.masked_fill(is_nan, self._stand_in)
+            scores = scores.float().masked_fill(is_nan, self._stand_in)
         score = scores.float().mean() if scores.ndim else scores
         return (score.clone() if self._minimise else -score).to(self._ranks.device)
 
@@ -87,7 +89,8 @@ class Scoring:
         num_wrong, self.num_failed = self._ranks.sum([int(is_wrong), num_nan])
         if not self.num_failed:
             return
-        error = next(iter(self._errors.values()), None)
+        wrong_first = sorted(self._errors.values(), key=lambda error: not isinstance(error, _WrongScore))
+        error = wrong_first[0] if wrong_first else None
         if is_wrong:
             reason = str(error)
         elif error is not None:
@@ -101,14 +104,18 @@ class Scoring:
                 f"engine.zo_step made no step, because {reason}: correct the objective{remedy} (the weights and the "
                 "step count are as before)"
             ) from error
-        warn(
+        text = (
             f"{self.num_failed} score(s) of this step became {self._stand_in:g}, as on_error says, because {reason} "
             "(engine.failed_scores counts them)"
         )
+        if error is None:
+            warn(text)
+        else:  # on the rank whose objective raised
+            logger.warning(f"ds_zo: {text}")
 
 
-def _scores_of(value: Any, *, num_sequences: int | None) -> torch.Tensor:
-    """One score, or one for each sequence, as a floating-point tensor."""
+def _scores_of(value: Any, *, lengths: Collection[int]) -> torch.Tensor:
+    """One score, or one for each sequence, as a floating-point tensor. `lengths`: of the tensors in the batch."""
     if not isinstance(value, torch.Tensor):
         try:
             value = torch.as_tensor(value, dtype=torch.float32)
@@ -119,9 +126,9 @@ def _scores_of(value: Any, *, num_sequences: int | None) -> torch.Tensor:
     scores: torch.Tensor = value.detach() if value.is_floating_point() else value.detach().float()
     if scores.numel() == 1:
         return scores.reshape(())
-    if scores.ndim == 1 and len(scores) == num_sequences:
+    if scores.ndim == 1 and len(scores) in lengths:
         return scores
-    batch = "a batch without tensors" if num_sequences is None else f"a batch of {num_sequences} sequences"
+    batch = f"a batch of {' or '.join(map(str, sorted(lengths)))} sequences" if lengths else "a batch without tensors"
     raise _WrongScore(
         f"the objective must return one number, or one for each sequence, got shape {tuple(scores.shape)} for {batch}"
     )

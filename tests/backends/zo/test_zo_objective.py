@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import CausalLMOutput
 
 from ds_zo.backends.common import chunked_head
+from ds_zo.backends.zo.pass_inputs import PassInputs
 from tests.helpers.checkpoint_runs import JSONS, assert_same_bits, planes, with_checkpoint
 from tests.helpers.lomo_runs import config_for
 from tests.helpers.lsp_runs import lsp_json
@@ -270,6 +271,36 @@ def test_a_failed_score_counts_as_told(name: str) -> None:
         engine.zo_step(BATCHES[0], FAILURES["too many"][0], on_error=0.0)
 
 
+def test_a_narrow_score_takes_any_number_in_its_place() -> None:
+    engine = engine_of()
+    engine.zo_step(BATCHES[0], lambda outputs, batch: torch.tensor([1.0, math.nan]).half(), on_error=-1e6)
+    assert engine.failed_scores == 2
+
+
+def test_a_wrong_score_is_named_before_another_error() -> None:
+    calls: list[int] = []
+
+    def score(outputs: Any, batch: Any) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyError("answer")
+
+    with pytest.raises(RuntimeError, match="because the objective must return one number"):
+        engine_of().zo_step(BATCHES[0], score)
+
+
+def test_an_objective_that_calls_the_engine_is_told_what_to_call() -> None:
+    engine = engine_of()
+    with pytest.raises(RuntimeError, match=r"must not run the engine, got a call: call engine\.module"):
+        engine.zo_step(BATCHES[0], lambda outputs, batch: engine(**batch))
+    assert engine.zo_step(BATCHES[0], lambda outputs, batch: engine.module(**batch)["loss"]).isfinite()
+
+
+def test_any_tensor_of_the_batch_tells_the_number_of_sequences() -> None:
+    inputs = PassInputs((), {"position_ids": torch.zeros(1, 6), "ids": torch.zeros(2, 6)}, copies=False)
+    assert inputs.lengths() == {1, 2}
+
+
 def test_an_infinite_score_is_skipped_and_counted_as_an_infinite_loss_is() -> None:
     engine = engine_of()
     before = parameters_of(engine)
@@ -282,7 +313,8 @@ def test_an_infinite_score_is_skipped_and_counted_as_an_infinite_loss_is() -> No
     ("arguments", "said"),
     [
         ({"objective": "accuracy"}, r"objective must be a function of \(outputs, batch\), got str"),
-        ({"objective": gain, "on_error": math.nan}, 'on_error must be "raise" or a finite number, got nan'),
+        ({"objective": gain, "on_error": math.nan}, 'on_error must be "raise" or a finite float32, got nan'),
+        ({"objective": gain, "on_error": 1e300}, "a finite float32, got 1e[+]300"),
         ({"objective": gain, "on_error": "skip"}, "got 'skip'"),
         ({"batch": BATCHES[0]["ids"]}, "a mapping of keywords or a tuple of arguments, got Tensor: put it into a tup"),
         ({"has_loss": False}, "got a model that returned no loss: put labels into the batch, or pass objective"),
