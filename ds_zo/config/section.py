@@ -73,8 +73,7 @@ class StreamConfig(ConfigModel):
     the model's dtype, or the four bits in which the files of `ds_zo.load_pretrained` hold a matrix. nf4 is the four-bit
     format of bitsandbytes, in groups of 64 values: 0.5625 bytes a weight. nf4_nested is its double quantisation, with
     scales in 8 bits: 0.516 bytes a weight. mxfp4 is that of gpt-oss, for matrices that the files hold so: 0.53125 bytes
-    a weight. Frozen vectors keep the model's dtype, and trained parameters are stored
-    as `wire_dtype` says."""
+    a weight. Frozen vectors keep the model's dtype, and trained parameters are stored as `wire_dtype` says."""
 
     offload_activations: Annotated[bool, Needs.STREAMING, ReadBy(Trait.OFFLOADS_ACTIVATIONS, without=(False,))] = False
     """{readers}: keep the inputs of blocks, from which the backward pass recomputes the blocks, in pinned host memory.

@@ -21,8 +21,8 @@ from ds_zo.training.errors import UserError
 
 PROGRESS = "progress.json"
 KEPT = ("task", "seed", "data_seed", "num_train", "group_by_length", "objective")
-"""Arguments that decide which examples come in which order, and what they are scored by. A
-resumed run must have the checkpoint's values."""
+"""Arguments that decide which examples come in which order, and what they are scored by. A resumed run must have the
+checkpoint's values."""
 
 
 @dataclass

@@ -491,23 +491,22 @@ def wire(rank: int) -> dict[str, Any]:
     return found
 
 
+def _arguments(rank: int, folder: Path, config: dict[str, Any]) -> Any:
+    """What `ds-zo train` reads from its command line for one epoch."""
+    import json
+
+    from ds_zo.training.arguments import parse_args
+
+    path = folder / f"{rank}.json"
+    path.write_text(json.dumps(config))
+    return parse_args(["--deepspeed", str(path), "--output-dir", str(folder), "--epochs", "1"])
+
+
 def resumed_random_states(rank: int, folder: Path) -> dict[str, Any]:
     """Random states of this rank when `ds-zo train` saves, and after it resumes."""
-    import argparse
-
     from ds_zo.training.progress import Progress, RunCheckpoints
 
-    kept = {
-        "task": "t",
-        "seed": 0,
-        "data_seed": 0,
-        "num_train": None,
-        "group_by_length": False,
-        "lr": None,
-        "num_eval": None,
-    }
-    args = argparse.Namespace(output_dir=folder, **kept)
-    made = engine(json_for())
+    args, made = _arguments(rank, folder, json_for()), engine(json_for())
     torch.manual_seed(10 + rank)  # dropout of other lengths leaves another state on each rank
     before = torch.get_rng_state()
     checkpoints = RunCheckpoints(made, args, data="", writes=rank == 0)
@@ -519,17 +518,12 @@ def resumed_random_states(rank: int, folder: Path) -> dict[str, Any]:
 
 def trained_positions(rank: int, folder: Path, direction_parallel: int) -> dict[str, Any]:
     """Positions of the examples that `ds-zo train` gives this rank in two steps, and its counts after them."""
-    import json
-
-    from ds_zo.training.arguments import parse_args
     from ds_zo.training.loop import TrainingLoop
 
     params = {"lr": 1e-6, "num_directions": 2, "direction_parallel": direction_parallel}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
     config |= {"optimizer": {"type": "ZO", "params": params}}
-    path = folder / f"{rank}.json"
-    path.write_text(json.dumps(config))
-    loop = TrainingLoop(parse_args(["--deepspeed", str(path), "--output-dir", str(folder), "--epochs", "1"]), config)
+    loop = TrainingLoop(_arguments(rank, folder, config), config)
     given, at = [], loop.batches.at
     loop.batches.at = lambda position: given.append(position) or at(position)  # type: ignore[method-assign,func-returns-value]
     for _ in range(2):
