@@ -18,7 +18,7 @@ fi
 for width in "${widths[@]}"; do
     say "torch's CPU kernels for $width"
     ATEN_CPU_CAPABILITY=$width tests tests/backends/test_bit_equality.py tests/backends/lsp/test_lsp_streamed.py \
-        tests/optim/test_host_adam.py tests/ops/test_encode_on_device.py
+        tests/optim/test_host_adam.py tests/ops/test_encode_on_device.py tests/ops/test_nf4.py
 done
 say "a CPU without FP16 instructions"
 PYTHONPATH="$repo/tests/cpu_without_fp16${PYTHONPATH:+:$PYTHONPATH}" tests -k "fp16 or overflow or scale" \

@@ -29,10 +29,20 @@ def _code_book() -> torch.Tensor:
     """The 256 numbers of bitsandbytes' dynamic map: in seven decades, each in twice as many steps as the one below."""
     found = [0.0, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
+        edges = _edges(2**decade)
         middles = (edges[:-1] + edges[1:]) / 2
         found += (10 ** (decade - 6) * middles).tolist() + (-(10 ** (decade - 6)) * middles).tolist()
     return torch.tensor(sorted(found), dtype=torch.float32, device="cpu")
+
+
+def _edges(num_steps: int) -> torch.Tensor:
+    """The float32 numbers from 0.1 to 1 in equal steps. Each sum is rounded once, counted from the nearer end, which
+    gives bitsandbytes' bits. The last bit of those of `torch.linspace` depends on the CPU."""
+    first, last = torch.tensor([0.1, 1.0], dtype=torch.float32, device="cpu")
+    step = ((last - first) / num_steps).double()
+    steps = torch.arange(num_steps + 1, dtype=torch.float64, device="cpu")
+    from_last = last - step * steps.flip(0)
+    return torch.where(steps < (num_steps + 1) // 2, first + step * steps, from_last).float()
 
 
 CODE = _code_book()
