@@ -116,8 +116,15 @@ def _tokens_text(found: Plan, args: argparse.Namespace) -> str:
     if args.tokens_per_step != "auto":
         return text
     only = found.estimates[0]
-    return (
+    text = (
         f"{text}: the fewest at which copies lengthen a step of {only.contender} by at most {SLACK:.0%} "
         f"({only.up_nbytes / 1e9:.1f} GB up and {only.down_nbytes / 1e9:.1f} GB down at {found.rates.link_up_gbps:g} "
         f"GB/s, beside {only.compute_s:.2f} s of computation)"
+    )
+    if only.fits:
+        return text
+    place, option = ("host", "--host-memory-gb") if only.fits_device else ("GPU", "--device-memory-gb")
+    return (
+        f"{text}. They do not fit the {place}, and copies bound the step of fewer: name a number that fits "
+        f"(--tokens-per-step N), or more memory ({option})"
     )

@@ -14,7 +14,7 @@ from ds_zo.config.section import StreamConfig
 from ds_zo.planner import pricing
 from ds_zo.planner.estimate import Estimate, Limits, streaming_where_needed
 from ds_zo.planner.models import Model
-from ds_zo.planner.timeline import Cost, Trace, add_up, in_tiles
+from ds_zo.planner.timeline import Cost, OrderDiffersError, Trace, add_up, in_tiles
 from ds_zo.planner.units import num_resident, units_of
 from ds_zo.streaming.budget import DeviceBytes, device_bytes
 from ds_zo.streaming.placement import Placement, evenly_spaced
@@ -68,8 +68,11 @@ def streaming(
         found: list[Estimate] = []
         for num_tiles in _tile_numbers(model.batch):
             tiles = {"tiles": num_tiles} if num_tiles > 1 else {}
-            found.append(estimate(StreamConfig(**stream.model_dump(exclude_unset=True) | tiles), True))
-            last = found[-1]
+            try:
+                last = estimate(StreamConfig(**stream.model_dump(exclude_unset=True) | tiles), True)
+            except OrderDiffersError:
+                continue
+            found.append(last)
             if last.fits_device and last.step_s <= (1 + _EQUAL_SHARE) * (last.compute_s or 0.0):
                 break  # it waits for no copies, and more tiles launch more kernels
         fitting = [e for e in found if e.fits_device] or found[-1:]

@@ -118,6 +118,10 @@ class PassSection:
     gradients: tuple[Gradient, ...] = ()
 
 
+class OrderDiffersError(ValueError):
+    """Raised where a model runs its blocks in another order for the samples of one tile than for the whole batch."""
+
+
 def in_tiles(
     whole: Trace, tile: Trace, *, num_tiles: int, share: float, sums_nbytes: Sequence[int]
 ) -> tuple[PassSection, ...]:
@@ -125,7 +129,10 @@ def in_tiles(
     whole batch, `tile` that of one tile. `share`: samples of the batch for each one of a tile. `sums_nbytes`: for each
     block, the sums of its gradients over tiles. Outputs, and gradients of inputs, exist for the whole batch."""
     if [(s.phase, s.block) for s in whole.sections] != [(s.phase, s.block) for s in tile.sections]:
-        raise ValueError("tiles can't be planned: the model runs its blocks in another order for a smaller batch")
+        raise OrderDiffersError(
+            f"{num_tiles} tiles can't be planned, because the model runs its blocks in another order for a smaller "
+            """batch: plan with --stream '{"tiles": 1}'"""
+        )
     outputs_nbytes = whole.block_input_nbytes - tile.block_input_nbytes
 
     def of_block(ours: PassSection, its: PassSection) -> PassSection:

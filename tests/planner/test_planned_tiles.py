@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+from torch import nn
 
 from ds_zo.config.resolve import resolve
 from ds_zo.config.section import StreamConfig
-from ds_zo.planner import plan
+from ds_zo.planner import Model, Rates, plan
 from ds_zo.planner.estimate import Estimate
 from ds_zo.planner.recomputed import trace_of
 from ds_zo.streaming.budget import MARGIN_NBYTES
@@ -58,6 +60,27 @@ def test_as_many_tiles_are_chosen_as_memory_needs(backend: str) -> None:
     assert resolve(dict(found.config), world_size=1).section.stream.tiles == 2
     assert not estimate(backend, resident_blocks=0, device_nbytes=needs[2], tiles=1).fits
     assert not estimate(backend, resident_blocks=0, device_nbytes=needs[8] - 1).fits
+
+
+def test_tiles_of_another_order_of_blocks_are_left_out() -> None:
+    """A model that runs its blocks in another order for a small batch is planned with the tiles that keep the order."""
+    module = model().module
+    inner, layers = module.model, list(module.model.layers)
+
+    def begin(_: Any, args: Any, kwargs: Any) -> None:
+        inner.layers = nn.ModuleList(layers[::-1] if len(kwargs["input_ids"]) < 3 else layers)
+
+    def end(*_: Any) -> None:
+        inner.layers = nn.ModuleList(layers)
+
+    module.register_forward_pre_hook(begin, with_kwargs=True)
+    module.register_forward_hook(end)
+    of_order = partial(plan, Model("llama", module, BATCH, 32, "fp32", Rates()), backends=["lomo"], offload=True)
+    gb = (estimate("lomo", resident_blocks=0, tiles=8).device_nbytes + MARGIN_NBYTES) / 1e9
+    found = of_order(device_memory_gb=gb).estimates[0]
+    assert not found.fits and "in 2 tiles" in found.setting
+    with pytest.raises(ValueError, match=r"""4 tiles can't be planned.*plan with --stream '{"tiles": 1}'"""):
+        of_order(stream={"tiles": 4})
 
 
 def test_blocks_that_stay_are_worth_a_tile_where_the_link_is_slow() -> None:

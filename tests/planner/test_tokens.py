@@ -74,6 +74,11 @@ def test_tokens_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     tokens, batch = (int(word.replace(",", "")) for word in (said.split()[0], said.split(" a step, ")[1].split()[0]))
     assert tokens == 2 * 16 * batch > 32 and f"{batch} x 16 tokens" in rest and "link of 0.02 GB/s" in rest
     assert "the fewest at which copies lengthen a step of lomo by at most 2%" in said
+    assert "do not fit" not in said
+    for option in ("--device-memory-gb", "--host-memory-gb"):
+        assert main([*streamed, option, "0.3", "--tokens-per-step", "auto"]) == 0
+        said = capsys.readouterr().out.partition("\n")[0]
+        assert f"do not fit the {'GPU' if 'device' in option else 'host'}, and copies" in said and option in said
     assert main([*command, "--backend", "lomo", "--gpus", "2", "--tokens-per-step", "96"]) == 0
     assert "96 tokens a step, 3 x 16 on each GPU\n" in capsys.readouterr().out
     for options, error in (
