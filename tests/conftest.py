@@ -129,6 +129,16 @@ def _accelerates_choice_of_deepspeed_is_forgotten() -> Iterator[None]:
 
 
 @pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What DeepSpeed's logger says, which passes nothing on to other loggers."""
+    logger = logging.getLogger("DeepSpeed")
+    logger.addHandler(caplog.handler)
+    with caplog.at_level(logging.INFO, logger=logger.name):
+        yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture
 def own_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends that the test registers are those of this test alone."""
     from ds_zo.config import registry

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,16 @@ def assert_equal(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Te
     assert ours.keys() == theirs.keys()
     different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
     assert not different, f"{len(different)} of {len(theirs)} differ: {different[:4]}"
+
+
+def parts_have_bits_of_whole(
+    compute: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, *, sizes: Sequence[int]
+) -> bool:
+    """Whether this CPU computes parts of `sizes` rows with the bits of all rows. Its products may add in an order that
+    depends on the number of rows."""
+    with torch.no_grad():
+        whole = compute(rows)
+        return all(torch.equal(whole, torch.cat([compute(part) for part in rows.split(size)])) for size in sizes)
 
 
 def assert_close(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], *, atol: float = 1e-6) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import logger
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -287,38 +285,29 @@ def test_weights_of_64_bits_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("lr", "warns"), [(1e-3, True), (5e-4, False)])
-def test_value_clipping_warns_at_large_rates(lr: float, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
-    logger.addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.WARNING, logger=logger.name):
-            start(config_for(lr=lr, params={"clip_grad_value": 1.0}), tiny_model("opt"))
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert ("prefer gradient_clipping" in caplog.text) == warns
+def test_value_clipping_warns_at_large_rates(lr: float, warns: bool, log: pytest.LogCaptureFixture) -> None:
+    start(config_for(lr=lr, params={"clip_grad_value": 1.0}), tiny_model("opt"))
+    assert ("prefer gradient_clipping" in log.text) == warns
 
 
 @pytest.mark.parametrize("kind", ["LOMO", "AdaLOMO"])
-def test_what_is_not_finite_is_counted_and_logged(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_not_finite_is_counted_and_logged(kind: str, tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     """A resumed run counts the updates that were made."""
     config = config_for(kind, lr=0.01, bf16={"enabled": True})
     engine, reference = start(config, lively("llama")), start(config, lively("llama"))
     data = list(batches("llama", 3))
-    logger.addHandler(caplog.handler)
-    try:
-        train(engine, data[:2], scale=lambda step: float("inf") if step == 0 else 1.0)
-        assert (engine.skipped_steps, engine.global_steps) == (1, 2)
-        assert caplog.text.count("step skipped") == 1
-        p = engine.module.model.layers[1].mlp.up_proj.weight
-        before = p.detach().clone()
-        handle = p.register_hook(lambda grad: grad * float("nan"))
-        train(engine, data[:1])
-        handle.remove()
-        engine.save_checkpoint(str(tmp_path))
-    finally:
-        logger.removeHandler(caplog.handler)
+    train(engine, data[:2], scale=lambda step: float("inf") if step == 0 else 1.0)
+    assert (engine.skipped_steps, engine.global_steps) == (1, 2)
+    assert log.text.count("step skipped") == 1
+    p = engine.module.model.layers[1].mlp.up_proj.weight
+    before = p.detach().clone()
+    handle = p.register_hook(lambda grad: grad * float("nan"))
+    train(engine, data[:1])
+    handle.remove()
+    engine.save_checkpoint(str(tmp_path))
     assert torch.equal(p, before) and engine.skipped_steps == 1
     num_parameters = len(list(engine.module.parameters()))
-    assert f"1 of {num_parameters} parameters kept their values" in caplog.text and "up_proj" in caplog.text
+    assert f"1 of {num_parameters} parameters kept their values" in log.text and "up_proj" in log.text
     train(reference, data[1:2])
     reference.load_checkpoint(str(tmp_path))
     assert reference.backend.state_dict()["step"] == 2

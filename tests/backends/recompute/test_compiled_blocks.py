@@ -6,13 +6,11 @@ The backend here traces and cuts graphs as the real one does, and leaves out the
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from deepspeed.utils import logger
 from torch._dynamo.utils import counters
 
 from ds_zo.backends.recompute import compiled_blocks
@@ -32,14 +30,6 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     counters.clear()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    logger.addHandler(caplog.handler)
-    with caplog.at_level(logging.INFO, logger=logger.name):
-        yield caplog
-    logger.removeHandler(caplog.handler)
 
 
 def run(
