@@ -96,8 +96,8 @@ class Tiles:
 
     batch: int = 1
     num_tiles: int = 1
-    inputs: tuple[int, ...] | None = None
-    """For each input tensor, its rows for one sample, or 0. None: no tensor is sliced."""
+    inputs: tuple[int, ...] = ()
+    """For each input tensor, its rows for one sample, or 0. Empty: no tensor is sliced."""
 
     def __iter__(self) -> Iterator[Tile]:
         """Tiles of equal size, or the first ones larger by one sample."""
@@ -146,8 +146,9 @@ class TileSearch:
     def __init__(self, profile: BlockProfile, *, report: Callable[[str], None]) -> None:
         """`report` is called with the reason where a block is not tiled."""
         self._profile, self._report = profile, report
-        self._found: list[tuple[Any, tuple[int, ...], Tiles]] = []
-        """For each structure of arguments seen so far: the structure, the rows of its tensors, and how it is tiled."""
+        self._found: list[tuple[Any, Sequence[bool]]] = []
+        """For each structure of arguments seen so far: the structure, and which tensors are sliced; none: the whole
+        batch is one tile."""
 
     def tiles(
         self, run: Run, tensors: Sequence[torch.Tensor], *, others: Sequence[Any], spec: Any, num_tiles: int
@@ -168,13 +169,14 @@ class TileSearch:
         kinds = [x if isinstance(x, (bool, str)) else type(x) for x in others]
         shapes = [(t.ndim, t.dtype, min(k, 2)) for t, k in zip(tensors, rows, strict=True)]
         key = (lead, spec, kinds, shapes, [m.training for m in self._profile.modules])
-        for known, their_rows, tiles in self._found:
-            sliced = tiles.rows_of_inputs(tensors)
-            if known == key and all(a == b for a, b, k in zip(rows, their_rows, sliced, strict=True) if k):
-                return _for_batch(tiles, batch, num_tiles)
-        tiles = self._searched(run, tensors, rows, lead)
-        self._found.append((key, rows, tiles))
-        return _for_batch(tiles, batch, num_tiles)
+        sliced = next((sliced for known, sliced in self._found if known == key), None)
+        if sliced is None:
+            sliced = self._searched(run, tensors, rows, lead)
+            self._found.append((key, sliced))
+        if not sliced:
+            return WHOLE
+        inputs = tuple(k if is_sliced else 0 for k, is_sliced in zip(rows, sliced, strict=True))
+        return Tiles(batch, min(num_tiles, batch), inputs)
 
     def _check_block(self, others: Sequence[Any]) -> None:
         if self._profile.has_hooks_inside():
@@ -185,8 +187,9 @@ class TileSearch:
         if unknown is not None:
             raise Untiled(f"an argument is a {type(unknown).__name__}, which may hold values of single samples")
 
-    def _searched(self, run: Run, tensors: Sequence[torch.Tensor], rows: Sequence[int], lead: int) -> Tiles:
-        """Tries ways to slice the arguments. Reports the reason against the first one if all are refuted."""
+    def _searched(self, run: Run, tensors: Sequence[torch.Tensor], rows: Sequence[int], lead: int) -> Sequence[bool]:
+        """Tries ways to slice the arguments. Returns which tensors are sliced. If all ways are refuted, reports the
+        reason against the first one, and returns nothing."""
         reasons: list[str] = []
         has_raised = False
         # Slices of a lookup table would be read outside of their bounds, which ends a process on CUDA. So tensors that
@@ -199,7 +202,7 @@ class TileSearch:
                 continue
             try:
                 _Trial(self._profile, run, tensors, sliced, lead).check()
-                return Tiles(inputs=tuple(sliced))
+                return [k > 0 for k in sliced]
             except Untiled as found:
                 reasons.append(found.reason)
                 if found.is_final:
@@ -212,12 +215,7 @@ class TileSearch:
                     f"it raises {type(error).__name__} for single samples ({str(error).partition(chr(10))[0]})"
                 )
         self._report(reasons[0])
-        return WHOLE
-
-
-def _for_batch(tiles: Tiles, batch: int, num_tiles: int) -> Tiles:
-    """The tiles of a call with the same structure of arguments."""
-    return WHOLE if tiles.inputs is None else Tiles(batch, min(num_tiles, batch), tiles.inputs)
+        return []
 
 
 def _lead(tensors: Sequence[torch.Tensor]) -> int | None:
