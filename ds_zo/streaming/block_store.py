@@ -93,6 +93,8 @@ class BlockStore:
                 check_class(placed.parameter, name=placed.name)
         self.device = device
         self._own = own or OwnBuffers()
+        self.num_rewrites = 0
+        """How often stored bytes were replaced by other values than updates'."""
         self._own.blocks = self
         self.placement = placement
         self._stream = config.section.stream
@@ -325,6 +327,7 @@ class BlockStore:
         """Context around writes to stored bytes that are not updates; all ranks enter it. Yields a function that tells
         whether this rank writes a unit: one rank of a machine writes to shared memory. Downloads to the units have
         completed on entry. On exit, every rank sees the writes."""
+        self.num_rewrites += 1
         self._own.settle()
         for unit in units:
             self.runtime.host_wait(unit)

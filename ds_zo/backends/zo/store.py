@@ -134,6 +134,11 @@ class ZOStore(OwnBuffers):
         return buffers.device_bytes(self.blocks.num_resident).total + self._activations_nbytes
 
     @property
+    def version(self) -> tuple[int, int]:
+        """Two moments have the same if neither an update nor a write to weights lies between them."""
+        return self.log.length, self.blocks.num_rewrites
+
+    @property
     def num_low_slots(self) -> int:
         return self._buffers().num_low_slots
 

@@ -281,15 +281,15 @@ class WorkingCopies:
         """See `PassWeights`. Weights of modules inside the head are materialised for each chunk."""
         if _copied_nbytes_inside(head, self._placement) > chunk_nbytes:
             return None
-        return partial(self._use_again, head, index=self._index, step=self._store.log.length)
+        return partial(self._use_again, head, index=self._index, version=self._store.version)
 
     @contextmanager
-    def _use_again(self, head: nn.Module, *, index: int, step: int) -> Iterator[None]:
-        """Context in which `head` has the weights of pass `index` of a forward in `step`."""
-        if step != self._store.log.length or (self._training and index != self._index):
+    def _use_again(self, head: nn.Module, *, index: int, version: tuple[int, int]) -> Iterator[None]:
+        """Context in which `head` has the weights of pass `index` of a forward at `version`."""
+        if version != self._store.version or (self._training and index != self._index):
             raise RuntimeError(
                 "outputs.logits are computed when they are read, with the weights of their own pass, and these exist "
-                "until engine.step: read them after the forward and before engine.step"
+                "until engine.step or until weights are loaded: read them after the forward and before either"
             )
         if self._training:
             with self._opened(head):

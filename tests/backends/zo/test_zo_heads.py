@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers as hf
+from deepspeed.utils import safe_set_full_fp32_param
 from torch import nn
 
 from ds_zo.backends.common import chunked_head, chunked_loss
@@ -124,9 +125,23 @@ def test_logits_are_refused_after_a_step() -> None:
         values = read.logits.detach().clone()
         engine.backward(outputs.loss)
         engine.step()
-        with pytest.raises(RuntimeError, match=r"outputs\.logits.*before engine\.step"):
+        with pytest.raises(RuntimeError, match=r"outputs\.logits.*until engine\.step"):
             outputs.logits.argmax(-1)
         assert torch.equal(read.logits, values)
+
+
+def test_logits_are_refused_after_a_load() -> None:
+    with chunks_of(CHUNK):
+        for write in (
+            lambda engine: engine.module.load_state_dict(engine.module.state_dict()),
+            lambda engine: safe_set_full_fp32_param(engine.module.lm_head.weight, torch.zeros(VOCAB, WIDTH)),
+        ):
+            engine = engine_for(MODELS["untied"](), zo_json())
+            outputs = engine(**a_batch())
+            write(engine)
+            with pytest.raises(RuntimeError, match=r"outputs\.logits.*until weights are loaded"):
+                outputs.logits.argmax(-1)
+            engine.destroy()
 
 
 @pytest.mark.parametrize("change", [lambda x: x, lambda x: 2 * x.float(), lambda x: x.tanh()])
