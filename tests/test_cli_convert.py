@@ -82,12 +82,15 @@ def test_the_plan_is_of_the_batch_that_one_process_trains(
     assert f" {batch} x 16 tokens, fp32, one process" in capsys.readouterr().err
 
 
-def test_a_base_that_does_not_fit_is_written_in_four_bits(tmp_path: Path, capsys: Captured) -> None:
+@pytest.mark.parametrize(("host_gb", "wanted"), [("3.5", "nf4"), ("2.12", "nf4_nested")])
+def test_a_base_that_does_not_fit_is_written_in_four_bits(
+    host_gb: str, wanted: str, tmp_path: Path, capsys: Captured
+) -> None:
     stock = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW"}}
     words = ["convert", written(tmp_path, stock), "--to", "adapter", "--model", "random:llama-1.3b", "--seq", "16"]
-    assert main([*words, "--device-memory-gb", "1.5", "--host-memory-gb", "3.5"]) == 0
+    assert main([*words, "--device-memory-gb", "1.5", "--host-memory-gb", host_gb]) == 0
     said = capsys.readouterr()
-    assert json.loads(said.out)["zero_optimization"]["ds_zo"]["stream"]["frozen_dtype"] == "nf4"
+    assert json.loads(said.out)["zero_optimization"]["ds_zo"]["stream"]["frozen_dtype"] == wanted
     assert "planned: without it the run does not fit" in said.err and "NOT fit" not in said.err
     assert main([*words, "--device-memory-gb", "24"]) == 0
     assert "frozen_dtype" not in capsys.readouterr().out

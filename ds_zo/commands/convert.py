@@ -33,11 +33,6 @@ _EXAMPLES = (
 )
 _OF_PLANS = ("device_memory_gb", "host_memory_gb", "seq", "rates", "gpu", "batch")
 """Options that have an effect only beside --model."""
-_IN_4_BITS: tuple[dict[str, Any], ...] = (
-    {"frozen_dtype": "nf4"},
-    {"frozen_dtype": "nf4", "offload_activations": True},
-)
-"""Stored forms of a frozen base that are written where the model's dtype does not fit."""
 
 
 def add(commands: Any) -> None:
@@ -141,7 +136,7 @@ def _check(ds_config: dict[str, Any]) -> None:
 
 def _planned(args: argparse.Namespace, ds_config: dict[str, Any], first: Conversion) -> tuple[Conversion, list[str]]:
     """The conversion for a model on a GPU, and lines on its memory and speed."""
-    from ds_zo.planner import load_model, plan
+    from ds_zo.planner import IN_4_BITS_FORMS, load_model, plan
 
     dtype, batch = _dtype(first), args.batch if args.batch is not None else _micro_batch(first.config)
     if batch < 1 or args.seq < 2:
@@ -151,7 +146,7 @@ def _planned(args: argparse.Namespace, ds_config: dict[str, Any], first: Convers
     stream = first.resolved.section.stream.model_dump(exclude_unset=True)
     model = load_model(args.model, batch=batch, seq=args.seq, dtype=dtype, rates=rates)
     form: dict[str, Any] = {}
-    for form in ({}, *(_IN_4_BITS if args.to == "adapter" and "frozen_dtype" not in stream else ())):
+    for form in ({}, *(IN_4_BITS_FORMS if args.to == "adapter" and "frozen_dtype" not in stream else ())):
         found = plan(
             model,
             device_memory_gb=args.device_memory_gb,

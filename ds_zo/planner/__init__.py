@@ -2,7 +2,7 @@
 
 from ds_zo.planner.estimate import Estimate, Limits
 from ds_zo.planner.models import Model, load_model
-from ds_zo.planner.plan import Plan, contenders, plan
+from ds_zo.planner.plan import IN_4_BITS_FORMS, Plan, contenders, plan
 from ds_zo.planner.rates import CARDS, Rates, card_rates, load_rates, with_link
 from ds_zo.planner.scaling import Scaled, render_scaling, scale
 from ds_zo.planner.table import render
@@ -10,6 +10,7 @@ from ds_zo.planner.tokens import SLACK, smallest_unbound
 
 __all__ = [
     "CARDS",
+    "IN_4_BITS_FORMS",
     "SLACK",
     "Estimate",
     "Limits",

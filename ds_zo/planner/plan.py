@@ -30,6 +30,12 @@ from ds_zo.planner.stock import (
 
 _IN_BF16 = ("zero-offload-bf16", "zero-3-bf16", "zero-3-gpu-params-bf16")
 _BF16_ONLY = "its states are in bf16, as the weights must be: plan it in bf16 (--dtype)"
+IN_4_BITS_FORMS: tuple[dict[str, Any], ...] = (
+    {"frozen_dtype": "nf4"},
+    {"frozen_dtype": "nf4", "offload_activations": True},
+    {"frozen_dtype": "nf4_nested", "offload_activations": True},
+)
+"""Stored forms of a frozen base that are suggested where the model's dtype does not fit, with the fewest bits last."""
 _NARROWER: tuple[dict[str, Any], ...] = (
     {"master": "wire"},
     {"wire_dtype": "bf12", "master": "wire"},
@@ -37,8 +43,7 @@ _NARROWER: tuple[dict[str, Any], ...] = (
     {"offload_activations": True},
     {"frozen_dtype": "bf12"},
     {"frozen_dtype": "fp8"},
-    {"frozen_dtype": "nf4"},
-    {"frozen_dtype": "nf4", "offload_activations": True},
+    *IN_4_BITS_FORMS,
 )
 """Stored forms that are suggested where the asked one does not fit, with the fewest bits last."""
 DOES_NOT_FIT = "does not fit"
