@@ -15,7 +15,13 @@ from torch import nn
 from ds_zo.config import Resolved
 from ds_zo.logs import show
 from ds_zo.streaming.allocator import AllocatorRetryCheck
-from ds_zo.streaming.budget import Needed, check_fits, release_cached_memory, residents_after_a_step
+from ds_zo.streaming.budget import (
+    Needed,
+    check_fits,
+    release_cached_memory,
+    residents_after_a_step,
+    unallocated_nbytes,
+)
 from ds_zo.streaming.device_shards import DeviceShards
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.intercepted import check_class
@@ -91,7 +97,7 @@ class BlockStore:
         for placed in (placed for unit in placement.units for placed in unit.placed):
             if not placed.parameter.is_meta:  # else it becomes a plain parameter
                 check_class(placed.parameter, name=placed.name)
-        self.device = device
+        self.device, self.process_group = device, process_group
         self._own = own or OwnBuffers()
         self.num_rewrites = 0
         """How often stored bytes were replaced by other values than updates'."""
@@ -168,6 +174,11 @@ class BlockStore:
     @property
     def slots_nbytes(self) -> int:
         return sum(slot.buffer.numel() for slot in self.runtime.slots)
+
+    def unallocated_nbytes(self) -> int | None:
+        """Bytes of device memory that a step may take beside what is allocated. None: there is no limit."""
+        claimed = self._needed(self.num_resident).total
+        return unallocated_nbytes(self.device, budget_gb=self._stream.device_memory_gb, claimed_nbytes=claimed)
 
     # Buffers on the device that blocks share
 

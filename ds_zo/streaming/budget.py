@@ -103,6 +103,14 @@ def usable_nbytes(device: torch.device, *, budget_gb: float | None) -> int:
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
+def unallocated_nbytes(device: torch.device, *, budget_gb: float | None, claimed_nbytes: int) -> int | None:
+    """Bytes that tensors may take on the device beside those that are there. `claimed_nbytes`: those of a CPU. None: on
+    a CPU without a budget."""
+    if device.type == "cuda":
+        return usable_nbytes(device, budget_gb=budget_gb) - torch.cuda.memory_allocated(device)
+    return None if budget_gb is None else int(budget_gb * 1e9) - claimed_nbytes
+
+
 def free_nbytes(device: torch.device, *, budget_gb: float | None, claimed_nbytes: int) -> int:
     """Bytes that are free on the device and within the user's budget. The budget holds what PyTorch has reserved on a
     CUDA device, and `claimed_nbytes` on a CPU."""

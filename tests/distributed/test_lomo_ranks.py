@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers.lomo_rank_cases import CASES, apart, resume, runs, save, uneven, wire, write_gathered
 from tests.helpers.ranks import job
+from tests.helpers.tile_number_cases import chosen_by_ranks
 from tests.helpers.weights import assert_close
 
 pytestmark = pytest.mark.slow
@@ -114,6 +115,13 @@ def test_checkpoints_resume_on_another_number_of_ranks(tmp_path: Path) -> None:
             for n in of:
                 for case, weights in saved[n].items():
                     assert_close(resumed[f"{n} {case}"], weights)
+
+
+def test_ranks_agree_on_the_number_of_tiles() -> None:
+    """The batch of one of them needs no tiles."""
+    first, second = job(chosen_by_ranks, 2)
+    assert first == second
+    assert first["number"] == 4 and first["sizes"] == [2] * 8
 
 
 def test_ranks_that_do_different_things_with_shards_are_told() -> None:

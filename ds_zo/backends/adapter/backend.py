@@ -152,6 +152,7 @@ class AdapterBackend(RecomputedBackend):
             self._scaler.update(overflow=overflow)
             self._scaler.publish(self.optimizer, overflow=overflow)
         self._num_applied += finite
+        self.blocks.settle_tiles()
         # The first step makes the optimizer's states, which only later backward passes have beside them.
         if self._num_applied > 1:
             self.blocks.fill_device()

@@ -26,6 +26,9 @@ from ds_zo.streaming.budget import budget_nbytes, decodes_by_matrix, decoding_nb
 from ds_zo.streaming.units import Unit
 from ds_zo.streaming.use import Preparation, Use
 
+_STATE_NBYTES = 8
+"""Bytes of Adam's moments for each trained element."""
+
 
 class Decoding(Preparation):
     """Decodes a unit that is not stored in its parameters' dtype, into scratch that all units share."""
@@ -77,7 +80,13 @@ class StreamedBase(RecomputedBlocks):
         formats, decoded = formats_of(placement.blocks), " and decoded matrix by matrix" if by_matrix else ""
         super().__init__(
             module,
-            Recomputation(module, store, config, preparation=Decoding(scratch, by_matrix=by_matrix)),
+            Recomputation(
+                module,
+                store,
+                config,
+                preparation=Decoding(scratch, by_matrix=by_matrix),
+                state_nbytes=_STATE_NBYTES,
+            ),
             stored_as=f", blocks stored as {formats}{decoded}" if formats else "",
             fills_after="the second step",
         )

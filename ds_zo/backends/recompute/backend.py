@@ -15,6 +15,8 @@ from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.backends.recompute.model_blocks import ModelBlocks, RecomputedBlocks
 from ds_zo.backends.recompute.recomputation import Recomputation, make_block_store
 from ds_zo.backends.recompute.stored_weights import StoredWeights
+from ds_zo.checkpoint.reader import Saved
+from ds_zo.checkpoint.snapshot import Snapshot
 from ds_zo.streaming.transport import MakeTransport
 from ds_zo.streaming.use import Preparation
 
@@ -72,6 +74,17 @@ class RecomputedBackend(Backend):
                 settle=settle,
                 has_pending=has_pending,
             )
+
+    def snapshot(self, *, hold: bool, omit_frozen: bool = False) -> Snapshot:
+        """A snapshot with the number of tiles."""
+        found = super().snapshot(hold=hold, omit_frozen=omit_frozen)
+        state = {**found.state(), "tiles": self.blocks.num_tiles}
+        return Snapshot(found.weights_files, lambda: state)
+
+    def restore(self, saved: Saved, *, resume: bool, strict: bool = True) -> None:
+        super().restore(saved, resume=resume, strict=strict)
+        if resume:
+            self.blocks.keep_tiles(saved.backend_state.get("tiles"))
 
     def plain_parameters(self) -> AbstractContextManager[None]:
         """Context in which parameters do not report reads ([Note: direct access to parameters])."""

@@ -38,8 +38,10 @@ from ds_zo.backends.recompute.context import BlockProfile, ForwardContext
 from ds_zo.backends.recompute.output_check import OutputSummary
 from ds_zo.backends.recompute.recomputation import Recomputation
 from ds_zo.backends.recompute.recorded_outputs import Recorded, add_recorded, recorded_names, recording
-from ds_zo.backends.recompute.tiles import WHOLE, Outputs, TileSearch, Untiled
+from ds_zo.backends.recompute.tile_number import SavedBytes
+from ds_zo.backends.recompute.tiles import WHOLE, Outputs, Tiles, TileSearch, Untiled
 from ds_zo.streaming.blocks import reached_elsewhere
+from ds_zo.streaming.budget import reset_peak_memory
 from ds_zo.streaming.units import Unit, UnitState
 from ds_zo.streaming.use import Use
 
@@ -306,34 +308,10 @@ class RecomputedBlock:
         """Runs the block for a training forward. Returns the tensors of its output, detached; those that had a graph
         require gradients."""
         versions = [t._version for t in tensors]
-        inputs, device = [t.detach() for t in tensors], self._recomputation.device
-        wholes: list[Any] = []
-        with (
-            self.use(),
-            _no_autocast_cache(device),
-            torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(partial(_pack_nothing, self.unit.name), _unpack_nothing),
-        ):
+        with self.use(), _no_autocast_cache(self._recomputation.device), torch.enable_grad():
             before = self.weight_versions()
-            run = partial(call.run_in_trial, self._forward)
-            call.tiles = tiles = self._tile_search.tiles(
-                run,
-                tensors,
-                others=call.inputs.others,
-                spec=call.inputs.spec,
-                num_tiles=self._recomputation.num_tiles,
-            )
-            call.context = ForwardContext(self.profile, device)
-            rows_of_inputs = tiles.rows_of_inputs(inputs)
             try:
-                for tile in tiles:
-                    call.context.begin_tile()
-                    cut = [tile.cut(t, rows).detach() for t, rows in zip(inputs, rows_of_inputs, strict=True)]
-                    own = [part.requires_grad_(t.requires_grad) for part, t in zip(cut, tensors, strict=True)]
-                    args, kwargs = call.arguments(own)
-                    outputs = self._copy_own_weights(self._compute_flat(call, args, kwargs))
-                    call.first_outputs.append(self._recomputation.output_check.summarise(outputs))
-                    wholes = tiles.put_outputs(self.unit.name, tile, wholes, outputs)
+                wholes = self._forward_in_fewest_tiles(call, tensors)
             except RuntimeError as error:
                 if _IN_PLACE in str(error):
                     raise self._changed_input() from error
@@ -345,6 +323,61 @@ class RecomputedBlock:
         if versions != [t._version for t in tensors]:
             raise self._changed_input()
         return [t.detach().requires_grad_(t.requires_grad) for t in wholes]
+
+    def _forward_in_fewest_tiles(self, call: BlockCall, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """See [Note: the number of tiles]."""
+        number = self._recomputation.tile_number
+        tiles = self._tiles(call, tensors, num_tiles=number.value)
+        if not number.is_open:
+            return self._forward_in_tiles(call, tensors, tiles)
+        random = self.profile.random.get_state()
+        while True:
+            error: torch.OutOfMemoryError | None = None
+            saved = SavedBytes((*self.profile.parameters, *tensors))
+            try:
+                wholes = self._forward_in_tiles(call, tensors, tiles, saved)
+                trained = [p for p in self.profile.parameters if p.requires_grad]
+                wanted = number.fitting(saved, wholes, trained, num_tiles=tiles.num_tiles)
+            except torch.OutOfMemoryError as found:
+                error, wholes = found.with_traceback(None), []  # frames of a traceback would hold tensors
+                wanted = 2 * tiles.num_tiles
+            more = tiles if wanted == tiles.num_tiles else self._tiles(call, tensors, num_tiles=wanted)
+            if more.num_tiles <= tiles.num_tiles:
+                if error is not None:
+                    raise error
+                return wholes
+            tiles, wholes = more, []
+            number.value = max(number.value, tiles.num_tiles)
+            self.profile.random.set_state(random)
+            reset_peak_memory(self._recomputation.device)
+
+    def _tiles(self, call: BlockCall, tensors: Sequence[torch.Tensor], *, num_tiles: int) -> Tiles:
+        run = partial(call.run_in_trial, self._forward)
+        return self._tile_search.tiles(
+            run, tensors, others=call.inputs.others, spec=call.inputs.spec, num_tiles=num_tiles
+        )
+
+    def _forward_in_tiles(
+        self, call: BlockCall, tensors: Sequence[torch.Tensor], tiles: Tiles, saved: SavedBytes | None = None
+    ) -> list[Any]:
+        """Returns the whole outputs. `saved` counts what autograd would save for the first tile."""
+        call.tiles, call.first_outputs = tiles, []
+        call.context = ForwardContext(self.profile, self._recomputation.device)
+        inputs = [t.detach() for t in tensors]
+        rows_of_inputs = tiles.rows_of_inputs(inputs)
+        wholes: list[Any] = []
+        with torch.autograd.graph.saved_tensors_hooks(partial(_pack_nothing, self.unit.name, saved), _unpack_nothing):
+            for tile in tiles:
+                call.context.begin_tile()
+                cut = [tile.cut(t, rows).detach() for t, rows in zip(inputs, rows_of_inputs, strict=True)]
+                own = [part.requires_grad_(t.requires_grad) for part, t in zip(cut, tensors, strict=True)]
+                args, kwargs = call.arguments(own)
+                outputs = self._copy_own_weights(self._compute_flat(call, args, kwargs))
+                call.first_outputs.append(self._recomputation.output_check.summarise(outputs))
+                wholes = tiles.put_outputs(self.unit.name, tile, wholes, outputs)
+                if saved is not None:
+                    saved.end()
+        return wholes
 
     def _changed_input(self) -> ValueError:
         return ValueError(
@@ -515,9 +548,11 @@ class _RefuseBackward(torch.autograd.Function):
         )
 
 
-def _pack_nothing(block: str, tensor: Any) -> str:
+def _pack_nothing(block: str, saved: SavedBytes | None, tensor: torch.Tensor) -> str:
     """Saves the block's name in place of a tensor of the forward's graph, which is never run backward. Hooks of a
     checkpoint around the block do not see the tensor either."""
+    if saved is not None:
+        saved.add(tensor)
     return block
 
 

@@ -85,6 +85,17 @@ class ModelBlocks:
 
     # Memory
 
+    @property
+    def num_tiles(self) -> int | None:
+        """The number of tiles that a resumed run keeps. None: there is none yet."""
+        return None
+
+    def keep_tiles(self, number: int | None) -> None:
+        """Called with `num_tiles` of the run that is resumed."""
+
+    def settle_tiles(self) -> None:
+        """Called after each step, at the latest by `fill_device`: see [Note: the number of tiles]."""
+
     def fill_device(self) -> None:
         """Called after each step: see `BlockStore.fill_device`."""
 
@@ -164,7 +175,18 @@ class RecomputedBlocks(ModelBlocks):
     def finish_pass(self) -> None:
         self.store.runtime.finish()
 
+    @property
+    def num_tiles(self) -> int | None:
+        return self.recomputation.tile_number.chosen
+
+    def keep_tiles(self, number: int | None) -> None:
+        self.recomputation.tile_number.keep(number)
+
+    def settle_tiles(self) -> None:
+        self.recomputation.tile_number.settle()
+
     def fill_device(self) -> None:
+        self.settle_tiles()
         self.store.fill_device()
 
     def describe(self) -> list[str]:
@@ -177,7 +199,7 @@ class RecomputedBlocks(ModelBlocks):
         ]
 
     def startup_summary(self) -> StartupSummary:
-        tiles = self.recomputation.num_tiles
+        tiles = self.recomputation.tile_number.value
         return summary_of_blocks(
             self.store,
             stored_as=self._stored_as + (f"; a block runs over up to {tiles} slices of the batch" if tiles > 1 else ""),

@@ -26,6 +26,7 @@ from ds_zo.backends.common.stray_weights import refuse_strays
 from ds_zo.backends.recompute.compiled_blocks import is_compiled_by_user
 from ds_zo.backends.recompute.host_inputs import HostInputs
 from ds_zo.backends.recompute.output_check import OutputCheck
+from ds_zo.backends.recompute.tile_number import TileNumber
 from ds_zo.config import ConfigError, Resolved
 from ds_zo.logs import show
 from ds_zo.streaming.block_store import BlockStore
@@ -90,7 +91,9 @@ class Recomputation:
         config: Resolved,
         *,
         preparation: Preparation,
+        state_nbytes: int = 0,
     ) -> None:
+        """`state_nbytes`: see `TileNumber`."""
         self.store = store
         self.device = store.device
         self.output_check = OutputCheck(store.device, forwards_per_step=config.gradient_accumulation_steps)
@@ -99,7 +102,7 @@ class Recomputation:
         """Where inputs of blocks are kept until the backward. None: on the device."""
         self._module = module
         self._preparation = preparation
-        self.num_tiles = config.section.stream.tiles or 1
+        self.tile_number = TileNumber(module, store, config, state_nbytes=state_nbytes)
         """Slices of the batch over which each block runs."""
         self._untiled: set[tuple[type[nn.Module], str]] = set()
         """Classes of blocks that are not tiled, each with the reason that was logged."""
@@ -134,6 +137,7 @@ class Recomputation:
         mode = torch.is_grad_enabled()
         if mode:
             self.output_check.begin_forward()
+            self.tile_number.begin_forward()
         checks = mode not in self._checked_modes and not is_compiled_by_user(self._module)
         with refuse_strays(self.units) if checks else nullcontext():
             yield
@@ -145,8 +149,8 @@ class Recomputation:
         if found not in self._untiled:
             self._untiled.add(found)
             show(
-                f"ds_zo: block {unit.name} runs on the whole batch in spite of ds_zo.stream.tiles {self.num_tiles}, as "
-                f"may other blocks of its class: {reason}"
+                f"ds_zo: block {unit.name} runs on the whole batch, as may other blocks of its class, and not over "
+                f"slices of it (ds_zo.stream.tiles): {reason}"
             )
 
     def saving_inputs(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:

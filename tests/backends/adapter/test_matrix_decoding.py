@@ -30,7 +30,7 @@ def whole_nbytes(model: nn.Module) -> int:
 
 def tight(model: nn.Module, form: str = "nf4") -> dict[str, Any]:
     """A budget under which blocks are decoded by matrix."""
-    return {"frozen_dtype": form, "device_memory_gb": 4.9 * whole_nbytes(model) / 1e9}
+    return {"frozen_dtype": form, "device_memory_gb": 4.9 * whole_nbytes(model) / 1e9, "tiles": 1}
 
 
 @pytest.mark.parametrize(

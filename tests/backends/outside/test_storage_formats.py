@@ -60,7 +60,7 @@ def test_lora_over_it_equals_lora_over_its_values(form: str, dtype: torch.dtype)
     more: dict[str, Any] = {"bf16": {"enabled": dtype is torch.bfloat16}}
     expected = run(with_decoded_base(model, form), data, offload=False, **more)
     assert_moved(with_decoded_base(model, form), expected[1])
-    for options in ({}, {"resident_blocks": 3}, {"device_memory_gb": tight / 1e9, "resident_blocks": 1}):
+    for options in ({}, {"resident_blocks": 3}, {"device_memory_gb": tight / 1e9, "resident_blocks": 1, "tiles": 1}):
         assert_same(run(model, data, frozen_dtype=form, **options, **more), expected)
 
 
