@@ -83,6 +83,12 @@ def _call_owners(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
     return False
 
 
+def with_interception() -> AbstractContextManager[None]:
+    """The opposite of `without_interception`, inside it."""
+    found: AbstractContextManager[None] = torch._C._EnableTorchFunction()
+    return found
+
+
 def owner_of(parameter: Any) -> Any:
     """The parameter's owner; None without one."""
     return getattr(parameter, "__dict__", {}).get(OWNER)

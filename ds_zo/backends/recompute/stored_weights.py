@@ -11,6 +11,7 @@ from torch import nn
 from ds_zo.backends.common.unit_weights import UnitStorage
 from ds_zo.backends.recompute.recomputation import Recomputation
 from ds_zo.records.environment import host_free_bytes
+from ds_zo.streaming.intercepted import with_interception
 from ds_zo.streaming.loading import forget_source, has_source, put_back
 from ds_zo.streaming.units import PlacedParameter, Unit
 
@@ -79,7 +80,7 @@ class StoredWeights(UnitStorage):
         if unit.is_sharded:
             return [view.to("cpu", copy=True) for view in self._whole(unit)]
         _check_host_memory(unit)
-        with self._use(unit):
+        with self._use(unit), with_interception():  # a matrix may be decoded where torch reads it
             return [placed.parameter.detach().to("cpu", copy=True) for placed in unit.placed]
 
     def _whole(self, unit: Unit) -> Sequence[torch.Tensor]:
@@ -142,7 +143,7 @@ def _check_host_memory(unit: Unit) -> None:
     if sys.platform != "linux":
         return
     free = host_free_bytes()
-    if free < _ROOM * unit.scratch_nbytes:
+    if free < _ROOM * sum(p.numel * p.parameter.element_size() for p in unit.placed):
         raise RuntimeError(
             f"host memory has no room for the decoded base, got {free / 1e9:.1f} GB free at {unit.name}: save the "
             "adapters alone, by save_pretrained of the PEFT model, by save_checkpoint, or from Trainer with "

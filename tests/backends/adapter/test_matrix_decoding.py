@@ -103,6 +103,7 @@ def test_after_a_step_parameters_are_plain_and_show_the_stored_values() -> None:
     train(engine, batches(1))
     assert not any(isinstance(p, EncodedParameter) for p in model.parameters())
     frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters() if n in frozen)
     assert all(torch.equal(value, before[n]) for n, value in weights(engine.module).items() if n in frozen)
     plain = with_decoded_base(adapted(**WIDE), "nf4").state_dict()
     assert all(torch.equal(value, plain[n]) for n, value in before.items() if n in frozen)
