@@ -30,10 +30,10 @@ class FrozenFormat:
     """`dequantise_(out, packed, scales)` writes the values to `out`, in its dtype. `packed` has the form's dtype. It
     and `scales` are flat."""
 
-    takes: Literal["spans", "matrices", "parameters"] = "spans"
+    takes: Literal["spans", "matrices", "parameters", "stacks"] = "spans"
     """What the functions take. spans: flat tensors that begin with a group, of any parameters. parameters: one
-    parameter, in its shape. matrices: `quantise` takes one matrix, flat, and the `out` of `dequantise_` has the
-    matrices of a stack of experts as rows."""
+    parameter, in its shape. stacks: a stack of experts, or some of them, with their bytes in the same order. matrices:
+    `quantise` takes one matrix, flat, and the `out` of `dequantise_` has the matrices of a stack of experts as rows."""
 
 
 def dequantise_nf4_(out: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ PACKED: dict[torch.dtype, FrozenFormat] = {
     for found in (
         FrozenFormat(nf4.NF4, nf4.quantise, dequantise_nf4_),
         FrozenFormat(nested.NF4_NESTED, nested.quantise, dequantise_nf4_, takes="matrices"),
-        FrozenFormat(mxfp4.MXFP4, mxfp4.quantise, dequantise_mxfp4_, takes="parameters"),
+        FrozenFormat(mxfp4.MXFP4, mxfp4.quantise, dequantise_mxfp4_, takes="stacks"),
     )
 }
 """By the dtype that stands for each format. `streaming.placement.register_format` adds one."""

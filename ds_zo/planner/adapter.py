@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from ds_zo.backends.adapter.experts import stack_ids
 from ds_zo.config.optimizers import AdamWParams
 from ds_zo.config.section import StreamConfig
 from ds_zo.planner import recomputed
@@ -20,7 +21,7 @@ from ds_zo.planner.models import LOW_RANK, Model
 from ds_zo.planner.recomputed import Placed
 from ds_zo.planner.timeline import Trace
 from ds_zo.planner.units import section_of, units_of
-from ds_zo.streaming.budget import decodes_by_matrix, decoding_nbytes
+from ds_zo.streaming.budget import decodes_by_matrix, decoding_nbytes, groups_nbytes
 
 _STEP_PASSES = 56
 """Bytes of device memory that a step reads and writes for each trained element: gradients are converted, normed and
@@ -67,14 +68,15 @@ def _estimate(
     trained = _trained(model, trace)
     scratch = decodings = 0
     if offload:
-        placement = units_of(model, stream, trains_base=False)
-        by_matrix = decodes_by_matrix(placement, budget_nbytes=limits.device_nbytes)
-        placement.scratch_nbytes = scratch = decoding_nbytes(placement, by_matrix=by_matrix)
+        placement = units_of(model, stream, trains_base=False, in_groups=stack_ids(model.module))
+        by_matrix, in_group = decodes_by_matrix(placement, budget_nbytes=limits.device_nbytes), groups_nbytes(placement)
+        placement.scratch_nbytes = scratch = decoding_nbytes(placement, by_matrix=by_matrix) + in_group
         placed = recomputed.place(model, limits, stream, trace, beside=trained, placement=placement)
         base = "" if stream.frozen_dtype == "auto" else f", base in {stream.frozen_dtype}"
         base += ", decoded matrix by matrix" if by_matrix else ""
+        base += ", experts in groups" if in_group else ""
         setting = f"{placed.setting}{base}, LoRA of rank {LOW_RANK} trained"
-        decodings = 2 if by_matrix else 1
+        decodings = 2 if by_matrix or in_group else 1
     else:
         setting = f"all on the device, LoRA of rank {LOW_RANK} trained{', checkpointing' if checkpointing else ''}"
         placed = Placed(setting, model.weights_nbytes, trained)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,17 @@ PINNED = {"device": "cpu", "pin_memory": True}
 
 
 def units_of(
-    model: Model, stream: StreamConfig, *, trains_base: bool, wire: str = "auto", split: bool = False
+    model: Model,
+    stream: StreamConfig,
+    *,
+    trains_base: bool,
+    wire: str = "auto",
+    split: bool = False,
+    in_groups: Collection[int] = (),
 ) -> Placement:
     """The model divided into units. `trains_base`: all parameters are trained; else adapters that the model does not
     have yet, over a frozen base. A plan reads no files. With mxfp4 it therefore takes the weights of experts, which
-    have three dimensions, for those that the files hold in that form."""
+    have three dimensions, for those that the files hold in that form. `in_groups`: see `plan_units`."""
     groups: Sequence[dict[str, Any]] = [{"params": list(model.module.parameters())}] if trains_base else []
     in_mxfp4 = stream.frozen_dtype == "mxfp4" and not trains_base
 
@@ -38,6 +44,7 @@ def units_of(
         wire=WIRE[wire],
         frozen_wire=mxfp4_of_experts if in_mxfp4 else WIRE[stream.frozen_dtype],
         split=split,
+        in_groups=in_groups,
     )
     if in_mxfp4 and not placement.decodes_frozen:
         raise ValueError(

@@ -10,9 +10,14 @@ import torch
 
 from ds_zo.records.environment import host_free_bytes
 from ds_zo.streaming.placement import Placement
+from ds_zo.streaming.units import PlacedParameter
 
 MARGIN_NBYTES = 256 * 2**20
 """Device memory left free for the allocator's rounding and for libraries' workspaces."""
+
+
+GROUP_NBYTES = 256 * 2**20
+"""Device memory for the decoded weights of a group of experts. A group has one expert at least."""
 
 
 def fits(needed_nbytes: int, *, budget_nbytes: int | None) -> bool:
@@ -24,16 +29,33 @@ def fits(needed_nbytes: int, *, budget_nbytes: int | None) -> bool:
 def decodes_by_matrix(placement: Placement, *, budget_nbytes: int | None) -> bool:
     """Whether a pass decodes the matrices of a block one at a time: their format allows it, and those of a whole block
     would take more than a fifth of the device memory. The backward pass then decodes each matrix once more. Stacks of
-    experts are decoded as a whole, because a layer reads them one expert at a time. None: no limit."""
+    experts that are not decoded in groups are decoded as a whole, because a layer reads them one expert at a time.
+    None: no limit."""
     whole = max((unit.scratch_nbytes for unit in placement.blocks), default=0)
-    encoded = [part for unit in placement.blocks for part in unit.parts if not part.direct]
+    encoded = [part for unit in placement.blocks for part in unit.parts if part.is_copied]
     are_matrices = all(part.decodes_parameters and len(p.shape) == 2 for part in encoded for p in part.placed)
     return budget_nbytes is not None and 5 * whole > budget_nbytes and are_matrices
 
 
 def decoding_nbytes(placement: Placement, *, by_matrix: bool) -> int:
-    """Bytes of the memory into which the weights of blocks are decoded."""
+    """Bytes of the memory into which the weights of blocks are decoded, except experts in groups."""
     sizes = (unit.largest_matrix_nbytes if by_matrix else unit.scratch_nbytes for unit in placement.blocks)
+    return max(sizes, default=0)
+
+
+def num_in_group(stack: PlacedParameter) -> int:
+    """Number of experts of a stack that are decoded at a time: in groups of nearly equal size, of one expert at
+    least."""
+    num_experts = stack.shape[0]
+    expert_nbytes = stack.numel // num_experts * stack.parameter.element_size()
+    num_groups = -(-num_experts // max(1, GROUP_NBYTES // expert_nbytes))
+    return -(-num_experts // num_groups)
+
+
+def groups_nbytes(placement: Placement) -> int:
+    """Bytes of the memory into which a group of experts is decoded. 0: no block has experts in groups."""
+    stacks = (p for unit in placement.blocks for part in unit.parts if part.in_groups for p in part.placed)
+    sizes = (num_in_group(p) * (p.numel // p.shape[0]) * p.parameter.element_size() for p in stacks)
     return max(sizes, default=0)
 
 

@@ -13,7 +13,7 @@ from ds_zo.ops import PACKED, FrozenFormat
 from ds_zo.ops.nf4 import Quantised
 from ds_zo.streaming.blocks import find_blocks, reached_elsewhere
 from ds_zo.streaming.host_store import HostStore
-from ds_zo.streaming.units import ALIGN, Part, PlacedParameter, Unit
+from ds_zo.streaming.units import ALIGN, Part, PlacedParameter, Unit, divides_by_expert
 
 ReadParameter = Callable[[PlacedParameter], torch.Tensor | Quantised]
 """Returns a parameter's initial value."""
@@ -105,12 +105,14 @@ def plan_units(
     frozen_wire: FrozenWire = None,
     split: bool = True,
     outside_blocks: Collection[int] = (),
+    in_groups: Collection[int] = (),
 ) -> Placement:
     """Divides the module's parameters into units. `wire` is the storage dtype of trainable parameters in blocks, and
     `frozen_wire` that of frozen base matrices there (`base_matrix_ids`), or a function that returns it for each
     parameter (None: its own dtype). Parameters outside the blocks keep their dtype: they are never streamed.
     `outside_blocks`: ids of parameters that are not stored with their block. The trainable parameters of a mostly
-    frozen block never are."""
+    frozen block never are. `in_groups`: ids of stacks of experts that are decoded in groups, if their format allows
+    it."""
     blocks = find_blocks(module, block_paths)
     hosts_of: dict[int, dict[int, str]] = {}
     for name, block in blocks.items():
@@ -145,7 +147,7 @@ def plan_units(
         Unit(
             name,
             blocks[name],
-            _parts(placed_list, wire=wire, frozen_wire_of=frozen_wire_of, split=split),
+            _parts(placed_list, wire=wire, frozen_wire_of=frozen_wire_of, split=split, in_groups=in_groups),
             index=index,
             is_block=True,
         )
@@ -270,10 +272,12 @@ def _parts(
     wire: torch.dtype | None,
     frozen_wire_of: Callable[[nn.Parameter], torch.dtype | None],
     split: bool,
+    in_groups: Collection[int] = (),
 ) -> list[Part]:
     """One part for each dtype and storage dtype of trainable parameters, then of frozen ones. Frozen vectors, such as
-    biases and the weights of normalisations, are stored unchanged."""
-    by_kind: dict[tuple[bool, torch.dtype, torch.dtype], list[PlacedParameter]] = {}
+    biases and the weights of normalisations, are stored unchanged. Stacks of experts that are decoded `in_groups` are
+    in parts of their own."""
+    by_kind: dict[tuple[bool, torch.dtype, torch.dtype, bool], list[PlacedParameter]] = {}
     for p in placed:
         dtype = p.parameter.dtype
         if p.trainable:
@@ -282,10 +286,20 @@ def _parts(
             is_matrix = p.parameter.dim() >= 2 and dtype in (torch.float32, torch.bfloat16, torch.float16)
             stored = frozen_wire_of(p.parameter)
             storage = stored if stored is not None and is_matrix else dtype
-        by_kind.setdefault((not p.trainable, dtype, storage), []).append(p)
+        divides = id(p.parameter) in in_groups and divides_by_expert(p, storage)
+        by_kind.setdefault((not p.trainable, dtype, storage, divides), []).append(p)
     return [
-        Part(members, dtype, storage, split=split and not frozen and storage.itemsize < 4, frozen=frozen)
-        for (frozen, dtype, storage), members in sorted(by_kind.items(), key=lambda kind: tuple(map(str, kind[0])))
+        Part(
+            members,
+            dtype,
+            storage,
+            split=split and not frozen and storage.itemsize < 4,
+            frozen=frozen,
+            in_groups=divides,
+        )
+        for (frozen, dtype, storage, divides), members in sorted(
+            by_kind.items(), key=lambda kind: tuple(map(str, kind[0]))
+        )
     ]
 
 

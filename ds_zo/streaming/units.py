@@ -14,6 +14,7 @@ exact reads need it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -68,6 +69,17 @@ def num_matrices(name: str, shape: Sequence[int]) -> int:
     return shape[0] * (2 if "gate_up" in name.rpartition(".")[2] else 1)
 
 
+def _has_whole_groups(placed: PlacedParameter, form: ops.FrozenFormat) -> bool:
+    """Whether no group of values spans two matrices of the parameter."""
+    return placed.numel % (num_matrices(placed.name, placed.shape) * form.form.group_numel) == 0
+
+
+def divides_by_expert(placed: PlacedParameter, wire: torch.dtype) -> bool:
+    """Whether some experts of a stack can be decoded without the others."""
+    found = ops.PACKED.get(wire)
+    return found is not None and found.takes != "parameters" and _has_whole_groups(placed, found)
+
+
 @dataclass
 class Part:
     """The parameters of a unit that share a dtype and a storage format. `wire` is the dtype of the stored bytes;
@@ -79,6 +91,8 @@ class Part:
     split: bool
     frozen: bool
     """The parameters are never trained: their stored bytes do not change."""
+    in_groups: bool = False
+    """The parameters are stacks of experts that are decoded group by group: no working copy has them."""
     numel: int = 0
     num_scales: int = 0
     _tables: dict[torch.device, Any] = field(default_factory=dict)
@@ -93,6 +107,11 @@ class Part:
     def direct(self) -> bool:
         """Whether the forward reads the stored bytes themselves: frozen parameters in their own dtype."""
         return self.frozen and self.viewable
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether a working copy of the unit has values of the part."""
+        return not (self.direct or self.in_groups)
 
     @property
     def _format(self) -> ops.Format | None:
@@ -122,19 +141,29 @@ class Part:
         for p in self.placed:
             self._decode_parameter_(p.view(out), planes, p)
 
-    def decode_one_(self, memory: torch.Tensor, planes: Planes, placed: PlacedParameter) -> torch.Tensor:
+    def decode_one_(
+        self, memory: torch.Tensor, planes: Planes, placed: PlacedParameter, *, experts: range | None = None
+    ) -> torch.Tensor:
         """Writes the values of one parameter to the first bytes of `memory`, and returns them. The part
-        `decodes_parameters`."""
-        out = memory[: placed.numel * self.dtype.itemsize].view(self.dtype).view(placed.shape)
-        self._decode_parameter_(out, planes, placed)
+        `decodes_parameters`. `experts`: those of a stack that are decoded, if the part is decoded `in_groups`."""
+        shape = placed.shape if experts is None else (len(experts), *placed.shape[1:])
+        out = memory[: math.prod(shape) * self.dtype.itemsize].view(self.dtype).view(shape)
+        self._decode_parameter_(out, planes, placed, experts=experts)
         return out
 
-    def _decode_parameter_(self, out: torch.Tensor, planes: Planes, placed: PlacedParameter) -> None:
+    def _decode_parameter_(
+        self, out: torch.Tensor, planes: Planes, placed: PlacedParameter, *, experts: range | None = None
+    ) -> None:
         assert planes.scales is not None
-        out = out.view(self.shape_for_format(placed))
-        ops.PACKED[self.wire].dequantise_(
-            out, self.stored(placed, planes.storage), planes.scales[self.scales_of(placed)]
-        )
+        packed, scales = self.stored(placed, planes.storage), planes.scales[self.scales_of(placed)]
+        shape = self.shape_for_format(placed)
+        if experts is not None:
+            num_experts = placed.shape[0]
+            packed, scales = (
+                plane.view(num_experts, -1)[experts.start : experts.stop].view(-1) for plane in (packed, scales)
+            )
+            shape = (shape[0] // num_experts * len(experts), *shape[1:])
+        ops.PACKED[self.wire].dequantise_(out.view(shape), packed, scales)
 
     def shape_for_format(self, placed: PlacedParameter) -> tuple[int, ...]:
         """The shape in which a format of `ops.PACKED` decodes a parameter. Matrices that are not of whole groups count
@@ -142,11 +171,9 @@ class Part:
         found = ops.PACKED[self.wire]
         if found.takes == "spans":
             return (placed.numel,)
-        if found.takes == "parameters":
+        if found.takes in ("parameters", "stacks"):
             return placed.shape
-        number = num_matrices(placed.name, placed.shape)
-        has_whole_groups = placed.numel % (number * found.form.group_numel) == 0
-        return (number if has_whole_groups else 1, -1)
+        return (num_matrices(placed.name, placed.shape) if _has_whole_groups(placed, found) else 1, -1)
 
     @property
     def decodes_parameters(self) -> bool:
@@ -251,7 +278,8 @@ class Unit:
         self.is_block = is_block
         self.nbytes = sum(_padded(part.nbytes) for part in self.parts)
         self.low_nbytes = sum(_padded(part.low_nbytes) for part in self.parts)
-        self.scratch_nbytes = sum(_padded(p.numel * p.dtype.itemsize) for p in self.parts if not p.direct)
+        self.scratch_nbytes = sum(_padded(p.numel * p.dtype.itemsize) for p in self.parts if p.is_copied)
+        """Bytes of a working copy."""
         self.second_copy_nbytes = sum(_padded(p.numel * p.dtype.itemsize) for p in self.parts if not p.frozen)
         """Bytes of a second working copy. It has no frozen parameters, which both copies share."""
         self.store_buffer: torch.Tensor = torch.empty(0, dtype=torch.uint8)
@@ -303,7 +331,7 @@ class Unit:
     @property
     def largest_matrix_nbytes(self) -> int:
         """Bytes of its largest encoded parameter in the parameter's own dtype."""
-        encoded = (part for part in self.parts if not part.direct)
+        encoded = (part for part in self.parts if part.is_copied)
         return max((part.decoded_nbytes(placed) for part in encoded for placed in part.placed), default=0)
 
     # The stored bytes
@@ -376,12 +404,12 @@ class Unit:
         return found
 
     def outs(self, scratch: torch.Tensor, *, second: torch.Tensor | None = None) -> list[torch.Tensor | None]:
-        """Each part's plane in `scratch` for values in the parameters' dtype; None where the forward reads the stored
-        bytes themselves. With `second`, the planes of parts that are not frozen are there instead."""
+        """Each part's plane in `scratch` for values in the parameters' dtype; None for a part that is not copied. With
+        `second`, the planes of parts that are not frozen are there instead."""
         found: list[torch.Tensor | None] = []
         at = 0
         for part in self.parts:
-            if part.direct:
+            if not part.is_copied:
                 found.append(None)
                 continue
             nbytes = part.numel * part.dtype.itemsize
@@ -391,12 +419,15 @@ class Unit:
         return found
 
     def views(self, planes: Sequence[Planes], outs: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """One tensor for each parameter, in `placed` order."""
-        return [
-            placed.view(planes[i].storage if out is None else out)
-            for i, (part, out) in enumerate(zip(self.parts, outs, strict=True))
-            for placed in part.placed
-        ]
+        """One tensor for each parameter, in `placed` order: of `outs`, or else of the stored bytes. Where these cannot
+        be viewed as values, it is a placeholder with shape and dtype but no memory."""
+        found = []
+        for i, (part, out) in enumerate(zip(self.parts, outs, strict=True)):
+            plane = planes[i].storage if out is None else out
+            if out is None and not part.viewable:
+                plane = torch.zeros((), dtype=part.dtype, device=plane.device).expand(part.numel)
+            found += [placed.view(plane) for placed in part.placed]
+        return found
 
     def leave_meta(self) -> None:
         """Replaces the tensors behind parameters on the meta device, whose `.data` cannot be set to real memory, by
@@ -602,7 +633,12 @@ class Unit:
             ops.copy_staged_(scales, value.absmax.view(-1))
             return
         value = value.detach().reshape(part.shape_for_format(placed))
-        chunks = {"spans": value.split(ops.CHUNK_NUMEL), "matrices": value, "parameters": [value]}  # of whole groups
+        chunks = {
+            "spans": value.split(ops.CHUNK_NUMEL),
+            "matrices": value,
+            "parameters": [value],
+            "stacks": [value],
+        }  # of whole groups
         begin = at = 0
         for chunk in chunks[found.takes]:
             codes, its_scales = found.quantise(chunk.to(via, part.dtype))

@@ -746,19 +746,21 @@ def test_a_checkpoint_over_mxfp4_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stream", [{}, {"resident_blocks": 1, "offload_activations": True}], ids=["streamed", "mixed"])
 def test_adapters_of_experts_in_mxfp4_by_adamw(stream: dict[str, Any], tmp_path: Path) -> None:
-    """PEFT sets the weights of experts anew in each forward. Equal to a base on the device with the decoded values."""
+    """PEFT sets the weights of experts anew in each forward. Equal, up to rounding, to a base on the device with the
+    decoded values."""
     pytest.importorskip("peft")
     from tests.helpers import adapter_runs
 
     folder, decoded = gpt_oss_folder(tmp_path / "model")
     data = [tiny_batch("llama", seed=i, batch_size=2, length=8) for i in range(3)]
     runs: list[tuple[list[float], list[torch.Tensor]]] = []
-    ours = load_pretrained(hf.AutoModelForCausalLM, folder)
-    cases: list[tuple[nn.Module, dict[str, Any]]] = [(decoded, {"offload": False}), (ours, stream)]
+    ours = load_pretrained(hf.AutoModelForCausalLM, folder, dtype=torch.float32)
+    cases: list[tuple[nn.Module, dict[str, Any]]] = [(decoded.float(), {"offload": False}), (ours, stream)]
     for base, more in cases:
-        model = lora_over(base, target_parameters=["mlp.experts.gate_up_proj"]).bfloat16()
-        engine = adapter_runs.start(model, adapter_runs.adapter_json(bf16={"enabled": True}, **more))
+        model = lora_over(base, target_parameters=["mlp.experts.gate_up_proj"])
+        engine = adapter_runs.start(model, adapter_runs.adapter_json(**more))
         losses = adapter_runs.train(engine, data)
         runs.append((losses, [p.detach().clone() for p in model.parameters() if p.requires_grad]))
-    assert runs[0][0] == runs[1][0]
-    assert len(runs[0][1]) == 8 and all(map(torch.equal, runs[0][1], runs[1][1]))
+    assert runs[0][0] == pytest.approx(runs[1][0], rel=1e-5)
+    assert len(runs[0][1]) == 8
+    torch.testing.assert_close(runs[0][1], runs[1][1], rtol=0, atol=1e-4)  # a hundredth of a step of AdamW

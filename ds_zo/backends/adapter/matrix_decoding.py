@@ -4,12 +4,13 @@
 `__torch_function__` decodes. A matrix product gets the decoded weight in scratch memory that all matrices share. Where
 autograd would save that memory for the backward pass, it saves a reference to the stored matrix, and the backward pass
 decodes the matrix again. Any other function gets a decoded copy of its own, because its result may share memory with
-the copy. DoRA reads weights in this way.
+the copy. DoRA reads weights in this way. Stacks of experts that are decoded in groups are such parameters too:
+[Note: experts in groups] in `experts.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,8 @@ _PRODUCTS: frozenset[Callable[..., Any]] = frozenset({F.linear, torch.addmm, tor
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    """An encoded parameter of a materialised block."""
+class EncodedMatrix:
+    """An encoded parameter of a materialised block, or a stack of experts whose scratch holds one group of them."""
 
     part: Part
     placed: PlacedParameter
@@ -37,12 +38,15 @@ class _Matrix:
     def in_scratch(self) -> torch.Tensor:
         return self._decoded(self.scratch)
 
-    def copy(self) -> torch.Tensor:
-        return self._decoded(torch.empty_like(self.scratch[: self.part.decoded_nbytes(self.placed)]))
+    def experts_in_scratch(self, experts: range) -> torch.Tensor:
+        return self._decoded(self.scratch, experts=experts)
 
-    def _decoded(self, memory: torch.Tensor) -> torch.Tensor:
+    def copy(self) -> torch.Tensor:
+        return self._decoded(self.scratch.new_empty(self.part.decoded_nbytes(self.placed)))
+
+    def _decoded(self, memory: torch.Tensor, *, experts: range | None = None) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            return self.part.decode_one_(memory, self.stored, self.placed)
+            return self.part.decode_one_(memory, self.stored, self.placed, experts=experts)
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """What autograd saves in place of a tensor that shares memory with the scratch; else the tensor."""
@@ -55,7 +59,7 @@ class _Matrix:
 class _Saved:
     """A view of a decoded matrix, without its memory."""
 
-    matrix: _Matrix
+    matrix: EncodedMatrix
     size: torch.Size
     stride: tuple[int, ...]
     offset: Any
@@ -70,7 +74,7 @@ def _unpack(saved: Any) -> torch.Tensor:
 class EncodedParameter(nn.Parameter):
     """A parameter without values of its own, which is decoded when torch uses it. See [Note: decoding by matrix]."""
 
-    _ds_zo_matrix: _Matrix
+    _ds_zo_matrix: EncodedMatrix
 
     @classmethod
     def __torch_function__(
@@ -82,7 +86,7 @@ class EncodedParameter(nn.Parameter):
                 return func(*args, **kwargs)
             used = [p for p in parameters_in((*args, *kwargs.values())) if isinstance(p, EncodedParameter)]
             matrices = {id(p): p._ds_zo_matrix for p in used}
-            if func in _PRODUCTS and len(matrices) == 1:
+            if func in _PRODUCTS and len(matrices) == 1 and not used[0]._ds_zo_matrix.part.in_groups:
                 [matrix] = matrices.values()
                 given = _replaced((args, kwargs), {id(used[0]): matrix.in_scratch()})
                 with torch.autograd.graph.saved_tensors_hooks(matrix.pack, _unpack):
@@ -102,27 +106,21 @@ def _replaced(value: Any, by_id: Mapping[int, torch.Tensor]) -> Any:
     return value
 
 
-def placeholders(unit: Unit, planes: Iterable[Planes]) -> list[torch.Tensor]:
-    """One tensor for each parameter of the unit, in `placed` order: its stored values, or a placeholder without memory
-    if they are encoded."""
-    found = []
-    for part, stored in zip(unit.parts, planes, strict=True):
-        hollow = torch.zeros((), dtype=part.dtype, device=stored.storage.device)
-        found += [placed.view(stored.storage) if part.direct else hollow.expand(placed.shape) for placed in part.placed]
-    return found
+def matrix_of(parameter: torch.Tensor) -> EncodedMatrix | None:
+    """The matrix of a parameter that is decoded when it is used. None for other tensors."""
+    return parameter._ds_zo_matrix if isinstance(parameter, EncodedParameter) else None
 
 
-def attach(unit: Unit, planes: Iterable[Planes], scratch: torch.Tensor) -> None:
-    """From now until `detach`, the unit's encoded parameters are decoded from `planes` when they are used. One of a
-    user's subclass of Parameter keeps its class, and holds a decoded copy."""
-    for part, stored in zip(unit.parts, planes, strict=True):
-        for placed in part.placed if not part.direct else ():
-            matrix = _Matrix(part, placed, stored, scratch)
-            if type(placed.parameter) is nn.Parameter:
-                placed.parameter.__class__ = EncodedParameter
-                placed.parameter._ds_zo_matrix = matrix  # type: ignore[attr-defined]
-            else:
-                placed.parameter.data = matrix.copy()
+def attach(part: Part, stored: Planes, scratch: torch.Tensor) -> None:
+    """From now until `detach`, the part's parameters are decoded from `stored` when they are used. One of a user's
+    subclass of Parameter keeps its class, and holds a decoded copy."""
+    for placed in part.placed:
+        matrix = EncodedMatrix(part, placed, stored, scratch)
+        if type(placed.parameter) is nn.Parameter:
+            placed.parameter.__class__ = EncodedParameter
+            placed.parameter._ds_zo_matrix = matrix  # type: ignore[attr-defined]
+        else:
+            placed.parameter.data = matrix.copy()
 
 
 def detach(unit: Unit) -> None:

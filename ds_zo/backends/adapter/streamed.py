@@ -3,7 +3,7 @@
 All parameters that may be trained are on the device. A backward pass adds their gradients to `parameter.grad`, as
 autograd does. Stored blocks never change, so nothing is copied back to the host. A block that is not stored in its
 parameters' dtype is decoded into one scratch buffer, which all blocks share, each time that it is used. Large blocks
-are decoded by matrix ([Note: decoding by matrix]).
+are decoded by matrix ([Note: decoding by matrix]), and experts in groups ([Note: experts in groups]).
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_zo.backends.adapter.matrix_decoding import attach, detach, placeholders
+from ds_zo.backends.adapter.experts import ExpertLayers, log_whole_stacks, stack_ids
+from ds_zo.backends.adapter.matrix_decoding import attach, detach
 from ds_zo.backends.adapter.trained import resident_ids
 from ds_zo.backends.common.frozen_format import plan_frozen_format
 from ds_zo.backends.common.startup import formats_of
 from ds_zo.backends.recompute.model_blocks import RecomputedBlocks
 from ds_zo.backends.recompute.recomputation import Recomputation, make_block_store
 from ds_zo.config import Resolved
-from ds_zo.streaming.budget import budget_nbytes, decodes_by_matrix, decoding_nbytes
+from ds_zo.streaming.budget import budget_nbytes, decodes_by_matrix, decoding_nbytes, groups_nbytes
+from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.units import Unit
 from ds_zo.streaming.use import Preparation, Use
 
@@ -33,8 +35,13 @@ _STATE_NBYTES = 8
 class Decoding(Preparation):
     """Decodes a unit that is not stored in its parameters' dtype, into scratch that all units share."""
 
-    def __init__(self, scratch: torch.Tensor, *, by_matrix: bool) -> None:
-        self._scratch, self._by_matrix = scratch, by_matrix
+    def __init__(self, placement: Placement, device: torch.device, *, by_matrix: bool) -> None:
+        self._by_matrix = by_matrix
+        self._scratch, self._of_groups = (
+            torch.empty(nbytes, dtype=torch.uint8, device=device)
+            for nbytes in (decoding_nbytes(placement, by_matrix=by_matrix), groups_nbytes(placement))
+        )
+        self._layers = {unit: ExpertLayers(unit) for unit in placement.blocks}
 
     def prepare(self, use: Use) -> None:
         unit = use.unit
@@ -42,17 +49,18 @@ class Decoding(Preparation):
             super().prepare(use)
             return
         planes = unit.planes(use.buffer)
-        if self._by_matrix:
-            use.show(placeholders(unit, planes))
-            attach(unit, planes, self._scratch)
-            return
-        outs = unit.outs(self._scratch)
+        outs = [None] * len(unit.parts) if self._by_matrix else unit.outs(self._scratch)
         for part, out, stored in zip(unit.parts, outs, planes, strict=True):
             if out is not None:
                 part.decode_(out, stored)
         use.show(unit.views(planes, outs))
+        for part, out, stored in zip(unit.parts, outs, planes, strict=True):
+            if out is None and not part.direct:
+                attach(part, stored, self._of_groups if part.in_groups else self._scratch)
+        self._layers[unit].attach()
 
     def finish(self, use: Use) -> None:
+        self._layers[use.unit].detach()
         detach(use.unit)
 
 
@@ -63,11 +71,17 @@ class StreamedBase(RecomputedBlocks):
         self, module: nn.Module, config: Resolved, *, param_groups: Any, device: torch.device, process_group: Any
     ) -> None:
         placement = plan_frozen_format(
-            module, param_groups, config, split=False, outside_blocks=resident_ids(module, param_groups)
+            module,
+            param_groups,
+            config,
+            split=False,
+            outside_blocks=resident_ids(module, param_groups),
+            in_groups=stack_ids(module, device),
         )
+        log_whole_stacks(placement)
         budget = budget_nbytes(device, budget_gb=config.section.stream.device_memory_gb)
         by_matrix = decodes_by_matrix(placement, budget_nbytes=budget)
-        placement.scratch_nbytes = decoding_nbytes(placement, by_matrix=by_matrix)
+        placement.scratch_nbytes = decoding_nbytes(placement, by_matrix=by_matrix) + groups_nbytes(placement)
         store = make_block_store(
             module,
             config,
@@ -76,15 +90,15 @@ class StreamedBase(RecomputedBlocks):
             process_group=process_group,
             placement=placement,
         )
-        scratch = torch.empty(placement.scratch_nbytes, dtype=torch.uint8, device=device)
         formats, decoded = formats_of(placement.blocks), " and decoded matrix by matrix" if by_matrix else ""
+        decoded += ", experts in groups" if groups_nbytes(placement) else ""
         super().__init__(
             module,
             Recomputation(
                 module,
                 store,
                 config,
-                preparation=Decoding(scratch, by_matrix=by_matrix),
+                preparation=Decoding(placement, device, by_matrix=by_matrix),
                 state_nbytes=_STATE_NBYTES,
             ),
             stored_as=f", blocks stored as {formats}{decoded}" if formats else "",
