@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class BlockProfile:
         kinds = (getattr(m, name, None) or {} for m in self.modules[1:] for name in (*_HOOKS, *_BACKWARD_HOOKS))
         return any(getattr(hook, "__module__", None) != OUTPUT_CAPTURING for hooks in kinds for hook in hooks.values())
 
+    @cached_property
     def keeps_weights_in_lists(self) -> bool:
         """Whether a module inside the block, such as an LSTM, holds parameters in a list, tuple or dict of its own."""
         known = set(map(id, self.parameters))

@@ -128,7 +128,7 @@ def _differ(rows: torch.Tensor, before: torch.Tensor, *, eps: float) -> torch.Te
     dtype = torch.promote_types(rows.dtype, torch.float32)
     norms = torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
     difference = torch.linalg.vector_norm(_products(rows) - before, dim=1, dtype=dtype) / math.sqrt(_NUM_SIGNS)
-    return (difference > 2 * eps * torch.maximum(norms, norms.nanmedian())) & difference.isfinite()
+    return _exceeds(difference, norms, eps=eps) & difference.isfinite()
 
 
 def rows_that_differ(found: torch.Tensor, expected: torch.Tensor, *, eps: float) -> torch.Tensor:
@@ -137,7 +137,11 @@ def rows_that_differ(found: torch.Tensor, expected: torch.Tensor, *, eps: float)
     num_columns = found.shape[-1] if found.ndim else 1
     rows, others = (t.to(dtype).reshape(-1, num_columns) for t in (found, expected))
     norms = torch.linalg.vector_norm(others, dim=1)
-    difference = torch.linalg.vector_norm(rows - others, dim=1)
+    return _exceeds(torch.linalg.vector_norm(rows - others, dim=1), norms, eps=eps)
+
+
+def _exceeds(difference: torch.Tensor, norms: torch.Tensor, *, eps: float) -> torch.Tensor:
+    """Whether differences of rows with these norms are more than rounding."""
     return difference > 2 * eps * torch.maximum(norms, norms.nanmedian())
 
 

@@ -25,11 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten
 
+from ds_zo.backends.common.module_state import SavedState
 from ds_zo.backends.common.random_state import RandomState
 from ds_zo.backends.recompute.context import BlockProfile
 from ds_zo.backends.recompute.output_check import coarsest_eps, rows_that_differ
@@ -160,8 +160,10 @@ class TileSearch:
         batch = 0 if lead is None else len(tensors[lead])
         try:
             self._check_block(others)
-            if lead is None or batch < 2:
-                raise Untiled("its batch has one sample")
+            if lead is None:
+                raise Untiled("it has no floating-point input with a batch dimension")
+            if batch < 2:
+                raise Untiled("this batch has one sample")
         except Untiled as found:
             self._report(found.reason)
             return WHOLE
@@ -181,7 +183,7 @@ class TileSearch:
     def _check_block(self, others: Sequence[Any]) -> None:
         if self._profile.has_hooks_inside():
             raise Untiled("a module inside it has a hook, which would run for each tile")
-        if self._profile.keeps_weights_in_lists():
+        if self._profile.keeps_weights_in_lists:
             raise Untiled("a module inside it keeps its weights in a list of its own")
         unknown = next((x for x in others if not isinstance(x, _CONSTANTS)), None)
         if unknown is not None:
@@ -276,15 +278,22 @@ class _Trial:
             rows = [self._rows_of_output(*found) for found in zip(both, *(t for t, _ in alone), strict=True)]
             for i in (0, 1):
                 mine = [_half(t, k, i) for t, k in zip(both, rows, strict=True)]
-                self._compare(alone[i][0], mine, share=_MAX_SHARE)
+                self._compare(
+                    alone[i][0],
+                    mine,
+                    share=_MAX_SHARE,
+                    reason="a sample alone has other outputs than beside another one",
+                )
                 for other in (self._with_nan(1 - i), self._flooded(1 - i)):
                     found = self._run(other)[0]
-                    self._compare([_half(t, k, i) for t, k in zip(found, rows, strict=True)], mine, share=0.0)
+                    theirs = [_half(t, k, i) for t, k in zip(found, rows, strict=True)]
+                    self._compare(theirs, mine, share=0.0, reason="one sample changes the outputs of another")
             self._check_backward()
 
     def _check_backward(self) -> None:
         """Raises if the backward pass makes gradients of inputs from gradients of zero."""
-        inputs = [t.detach().requires_grad_(needed) for t, needed in zip(self._two, self._needed, strict=True)]
+        one = [_half(t, k, 0) for t, k in zip(self._two, self._rows, strict=True)]  # no more memory than a tile's
+        inputs = [t.detach().requires_grad_(needed) for t, needed in zip(one, self._needed, strict=True)]
         with ExitStack() as stack:
             for p in self._profile.parameters:
                 if p.requires_grad:
@@ -324,8 +333,10 @@ class _Trial:
         lead[sample] = token
         return found
 
-    def _compare(self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, share: float) -> None:
-        """Raises if outputs differ by more than rounding, in more than a share of their rows."""
+    def _compare(
+        self, found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor], *, share: float, reason: str
+    ) -> None:
+        """Raises for `reason` if outputs differ by more than rounding, in more than a share of their rows."""
         module = self._profile.module
         for t, other in zip(found, expected, strict=True):
             if not t.is_floating_point():
@@ -335,7 +346,7 @@ class _Trial:
                 differ = rows_that_differ(t, other, eps=coarsest_eps(module, [t.dtype], t.device))
                 is_same = is_same and int(differ.sum()) <= share * differ.numel()
             if not is_same:
-                raise Untiled("it mixes samples: one of them changes the outputs of another")
+                raise Untiled(f"it mixes samples: {reason}")
 
 
 def _half(tensor: torch.Tensor, rows: int, sample: int) -> torch.Tensor:
@@ -352,20 +363,15 @@ class _Changes:
     """What forwards have changed besides their outputs."""
 
     def __init__(self, profile: BlockProfile) -> None:
-        self._profile = profile
-        self._buffers = {key: (buffer, buffer.detach().clone()) for key, buffer in profile.buffers()}
-        self._attributes = [_numbers_of(m) for m in profile.modules]
+        self._profile, self._state = profile, SavedState.of(profile.module)
         self._random, self._python = profile.random.get_state(), RandomState.python_state()
 
     def check_state(self) -> None:
-        """Raises `Untiled` if buffers, attributes, or the generators of Python and numpy have changed."""
-        now = dict(self._profile.buffers())
-        if now.keys() != self._buffers.keys() or any(
-            now[key] is not buffer or not torch.equal(buffer, value) for key, (buffer, value) in self._buffers.items()
-        ):
-            raise Untiled("it changes its buffers", is_final=True)
-        if self._attributes != [_numbers_of(m) for m in self._profile.modules]:
-            raise Untiled("it changes its attributes", is_final=True)
+        """Raises `Untiled` if the state of modules, or the generators of Python and numpy, have changed."""
+        changed = self._state.keep_changed()
+        if len(changed):
+            in_buffers = any(is_buffer for *_, is_buffer in changed.values)
+            raise Untiled(f"it changes its {'buffers' if in_buffers else 'attributes'}", is_final=True)
         if not RandomState.equal_python_states(self._python, RandomState.python_state()):
             raise Untiled("it draws from the random generators of Python or numpy", is_final=True)
 
@@ -377,31 +383,15 @@ class _Changes:
         self._profile.random.set_state(self._random)
 
     def undo(self) -> None:
-        """Restores buffers, attributes and random states. A buffer that was replaced by one of another shape stays: it
-        is a cache that has grown."""
-        for (number, name), (buffer, value) in self._buffers.items():
-            held = self._profile.modules[number]._buffers
-            now = held.get(name)
-            if now is not buffer and now is not None and now.shape == buffer.shape:
-                held[name] = buffer
-            if held.get(name) is buffer and not torch.equal(buffer, value):
-                buffer.copy_(value)
-        for m, values in zip(self._profile.modules, self._attributes, strict=True):
-            for name in _numbers_of(m).keys() - values.keys():
-                del vars(m)[name]
-            vars(m).update(values)
+        """Restores the state of modules and the random states."""
+        self._state.restore()
         self.reset_random()
         RandomState.set_python_state(self._python)
 
 
-def _numbers_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are numbers or None."""
-    return {name: value for name, value in vars(module).items() if value is None or isinstance(value, (int, float))}
-
-
 @contextmanager
 def _undone(profile: BlockProfile) -> Iterator[_Changes]:
-    """Context of forwards that leave buffers, attributes and random states as they were."""
+    """Context of forwards that leave the state of modules and the random states as they were."""
     changes = _Changes(profile)
     try:
         yield changes

@@ -10,8 +10,9 @@ import torch
 from deepspeed.utils import logger
 from torch import nn
 
+from ds_zo.backends.common.module_state import SavedState
 from ds_zo.backends.zo.lockstep import CannotInterleave, Lockstep
-from ds_zo.backends.zo.pass_state import PassState, SavedState
+from ds_zo.backends.zo.pass_state import PassState
 from ds_zo.backends.zo.working_copies import WorkingCopies
 
 Calls = Sequence[Callable[[], Any]]

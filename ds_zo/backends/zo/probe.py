@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from deepspeed.utils import logger
 
+from ds_zo.backends.common.module_state import Places, SavedState
 from ds_zo.backends.common.stray_weights import StrayWeightDetector, used_outside
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 from ds_zo.backends.zo.pass_inputs import PassInputs
 from ds_zo.backends.zo.pass_runner import Calls, PassRunner
-from ds_zo.backends.zo.pass_state import Places, SavedState
 from ds_zo.backends.zo.repeats import Losses, agree, check_repeats
 from ds_zo.backends.zo.store import ZOStore
 from ds_zo.streaming.units import Unit

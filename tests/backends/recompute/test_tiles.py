@@ -78,6 +78,10 @@ def test_arguments_with_a_batch_dimension_are_found(name: str, log: pytest.LogCa
     assert "whole batch" not in log.text
 
 
+class Sizes(list[int]):
+    """The batch sizes that a block got. Unlike a plain list, it is no state of the block."""
+
+
 class Block(nn.Module):
     """Attention over the tokens of a sample. `sizes`: the batch sizes that it gets."""
 
@@ -85,7 +89,7 @@ class Block(nn.Module):
         super().__init__()
         self.mix, self.turn = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.table = nn.Parameter(torch.randn(64, WIDTH) / 4)
-        self.sizes: list[int] = []
+        self.sizes = Sizes()
 
     def forward(self, x: torch.Tensor, places: torch.Tensor) -> Any:
         self.sizes.append(len(x))
@@ -148,6 +152,19 @@ class Remembered(Block):
         if self.training and self.capacity is None:
             self.capacity = len(x.flatten(0, 1))
         return super().of(x) / (self.capacity or 1)
+
+
+class Tracked(Block):
+    """Its statistics are a tensor that is not a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(())
+
+    def of(self, x: torch.Tensor) -> Any:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+        return super().of(x) + 0.0 * self.mean  # NaN if the mean is
 
 
 class Noisy(Block):
@@ -315,6 +332,7 @@ def test_one_trial_serves_batches_of_all_lengths() -> None:
         (Capacity, "it mixes samples"),
         (Centred, "it mixes samples"),
         (Remembered, "it changes its attributes"),
+        (Tracked, "it changes its attributes"),
         (Noisy, "it draws random numbers besides dropout"),
         (WithLoss, "one of its outputs has no batch dimension"),
         (Writing, "it writes to a dict or list that it is passed"),
