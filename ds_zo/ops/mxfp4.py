@@ -31,7 +31,7 @@ class MXFP4Values(nf4.Quantised):
     wire = MXFP4.dtype
 
     def values(self) -> torch.Tensor:
-        out = torch.empty(self.shape, dtype=torch.float32)
+        out = torch.empty(self.shape, dtype=torch.float32, device="cpu")
         dequantise_(out, self.packed, self.absmax)
         return out
 
@@ -55,12 +55,13 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantise_(out: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> None:
     """Writes the values of `packed` to `out` (experts, rows, columns), in its dtype. All tensors are on the CPU."""
     _, num_rows, num_columns = out.shape
-    byte = torch.arange(256)
+    byte = torch.arange(256, device="cpu")
     pairs = torch.tensor(CODE, dtype=torch.float32, device="cpu")[torch.stack([byte & 15, byte >> 4], dim=1)]
     packed, scales = packed.view(len(out), -1), scales.view(len(out), -1)
     for expert, target in enumerate(out):  # one at a time, so that temporaries stay small
         code = pairs.index_select(0, packed[expert].int()).view(-1, GROUP_NUMEL)
-        factors = torch.ldexp(torch.ones(scales.shape[1]), scales[expert].int() - 127)
+        ones = torch.ones(scales.shape[1], dtype=torch.float32, device="cpu")
+        factors = torch.ldexp(ones, scales[expert].int() - 127)
         target.copy_((code * factors[:, None]).view(num_columns, num_rows).T)
 
 

@@ -60,7 +60,7 @@ class Quantised:
 
     def values(self) -> torch.Tensor:
         """The values in float32."""
-        out = torch.empty(self.shape, dtype=torch.float32)
+        out = torch.empty(self.shape, dtype=torch.float32, device="cpu")
         dequantise_(out.view(-1), self.packed, self.plain().absmax)
         return out
 
@@ -89,7 +89,7 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantise_(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor) -> None:
     """Writes the values of `packed` to `out`, in its dtype. All tensors are flat and on the CPU."""
-    index = torch.arange(256)
+    index = torch.arange(256, device="cpu")
     pairs = torch.tensor(CODE, dtype=torch.float32, device="cpu")[torch.stack([index >> 4, index & 15], dim=1)]
     for start in range(0, out.numel(), _CHUNK_NUMEL):
         chunk = out[start : start + _CHUNK_NUMEL]

@@ -54,7 +54,7 @@ class Conversions:
         group, names = self._groups[name], self.sources(name)
         if group.rule is None:
             return names
-        numbers = torch.arange(6 * len(names)).view(-1, 2, 3)
+        numbers = torch.arange(6 * len(names), device="cpu").view(-1, 2, 3)
         read = ((pattern, tensor, numbers[i]) for i, (pattern, tensor) in enumerate(group.sources))
         try:
             found = versions.apply_rule(group.rule, group.first, read, config=self._config, weights=self._wanted)[name]

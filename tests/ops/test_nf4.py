@@ -58,7 +58,7 @@ def test_bits_are_those_that_bitsandbytes_wrote() -> None:
         ),
         ("weight.nested_absmax", None, "nested_absmax must be among the parts"),
         ("weight.nested_absmax", lambda t: t[:0], r"nested_absmax must have a scale for each 256 of 8 scales, got 0"),
-        ("weight.nested_quant_map", lambda t: 2 * t, r"nested_quant_map must be the code book of NF4"),
+        ("weight.nested_quant_map", lambda t: 2 * t, r"nested_quant_map must be the code book of double quantisation"),
     ],
 )
 def test_a_truncated_checkpoint_is_refused(
@@ -133,6 +133,26 @@ def test_a_stack_has_the_rows_of_its_matrices() -> None:
         ops.dequantise_nf4_(alone, its_packed, row)
         assert_same_bits(matrix, alone)
     assert ops.NF4_NESTED.num_scales(4096 * 4096) / 4096**2 + 0.5 == pytest.approx(0.51587, abs=1e-5)
+
+
+def test_torchs_defaults_change_no_values_of_a_file() -> None:
+    of = {name.removeprefix("whole-float32-double."): value for name, value in load_file(VECTORS).items()}
+    expected = read_quantised(of.__getitem__, "weight").values()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            found = read_quantised(of.__getitem__, "weight").values()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+
+
+def test_a_code_book_that_another_cpu_has_rounded_is_read() -> None:
+    of = {name.removeprefix("whole-float32-double."): value for name, value in load_file(VECTORS).items()}
+    expected = read_quantised(of.__getitem__, "weight").values()
+    book = of["weight.nested_quant_map"]
+    of["weight.nested_quant_map"] = torch.nextafter(book, 2 * book)
+    assert torch.equal(read_quantised(of.__getitem__, "weight").values(), expected)
 
 
 def test_torchs_default_dtype_changes_no_bits() -> None:
