@@ -92,10 +92,14 @@ def _of_tokens(planned: Callable[..., Plan], args: argparse.Namespace, rates: Ra
     """The plan for the tokens a step that the options ask for."""
     from ds_zo.planner import load_model, smallest_unbound
 
-    of_one = args.gpus * args.nodes * args.seq
     tokens = args.tokens_per_step
     if tokens is None:
         return planned(args.model, batch=args.batch)
+    if min(args.gpus, args.nodes, args.seq) < 1:
+        raise ValueError(
+            f"gpus, nodes and seq must be >= 1, got {args.gpus}, {args.nodes} and {args.seq} (--gpus, --nodes, --seq)"
+        )
+    of_one = args.gpus * args.nodes * args.seq
     if tokens == "auto":
         if len(args.backend or ()) != 1:
             raise ValueError(f"auto goes with one --backend, got {args.backend or 'all'} (--tokens-per-step)")

@@ -213,7 +213,11 @@ def seconds(
         seconds_of[i, Kind.COMPUTE] = max(forward_s, input_down_s)  # the next input's copy waits for this one's
         waiting_s += max(0.0, input_down_s - forward_s)
         later = num_blocks + i
-        seconds_of[later, Kind.COMPUTE] = (share + update(numel, num_parameters)).seconds + decodings * decode_s
+        backward_s = (share + update(numel, num_parameters)).seconds + decodings * decode_s
+        if i not in placed.blocks:  # such a block's input is uploaded without the block
+            waiting_s += max(0.0, input_nbytes * alone_s - backward_s)
+            backward_s = max(backward_s, input_nbytes * alone_s)
+        seconds_of[later, Kind.COMPUTE] = backward_s
         both_s = (unit.nbytes + input_nbytes) / (rates.link_both_gbps * 1e9)
         seconds_of[i, Kind.UPLOAD] = max(unit.nbytes * up_s, both_s)
         seconds_of[i, Kind.DOWNLOAD] = unit.nbytes * up_s

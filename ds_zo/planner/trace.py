@@ -132,9 +132,10 @@ class _Tracer(TorchDispatchMode):
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             # Models read from a tensor whether a mask is all ones, or whether a batch is unpacked. The answer is yes.
             return torch.ones((), dtype=args[0].dtype).item()
-        if func is torch.ops.aten.bincount.default and args[0].is_meta:
+        num_bins = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+        if func is torch.ops.aten.bincount.default and args[0].is_meta and num_bins:
             # A router's loss counts tokens by expert. The result has the stated length, whatever the experts are.
-            out = args[0].new_empty(args[2] if len(args) > 2 else kwargs["minlength"])
+            out = args[0].new_empty(num_bins)
         else:
             out = func(*args, **kwargs)
         outputs = [out] if isinstance(out, torch.Tensor) else _tensors(out)

@@ -4,6 +4,7 @@ several."""
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -118,7 +119,7 @@ class AnswerBatch:
                 counts.append(len(wanted))
             first += len(wanted)
         picked = iter(log_probabilities[tuple(torch.tensor([positions, targets], device=logits.device))].tolist())
-        return [(sum(islice(picked, count)), count) for count in counts]
+        return [(math.fsum(islice(picked, count)), count) for count in counts]
 
 
 def needs_position_ids(model: Model) -> bool:

@@ -76,13 +76,15 @@ def objective_of(args: argparse.Namespace, task: Task) -> Objective | None:
 def _function_of(path: Path, name: str) -> ScoreFunction:
     if not path.is_file():
         raise UserError(f"looked for a Python file at {path}: not found (--objective)")
-    sys.path.insert(0, str(path.resolve().parent))  # as for a script, so that it can import modules beside it
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)  # as for a script, so that it can import modules beside it
     try:
         functions = {key: value for key, value in runpy.run_path(str(path)).items() if callable(value)}
     except Exception as error:
         raise UserError(f"{path} raised {error!r} when it was imported (--objective)") from error
     finally:
-        sys.path.pop(0)
+        if folder in sys.path:
+            sys.path.remove(folder)
     if name not in functions:
         found = ", ".join(sorted(key for key in functions if not key.startswith("_"))) or "none"
         raise UserError(f"looked for a function {name!r} in {path}, which has {found} (--objective)")

@@ -64,6 +64,15 @@ def test_copies_that_grow_with_the_tokens_are_told() -> None:
         unbound("adapter", 1e-6, stream=stream)
 
 
+def test_inputs_of_resident_blocks_cross_the_link() -> None:
+    model = planned("llama", **DEEP)
+    model.rates = with_link(COMPUTING, 1e-6)
+    (found,) = plan(
+        model, backends=["adapter"], offload=True, stream={"resident_blocks": 16, "offload_activations": True}
+    ).estimates
+    assert found.step_s >= (found.up_nbytes + found.down_nbytes) / 1e3 > 0
+
+
 def test_tokens_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rates = tmp_path / "rates.json"
     rates.write_text('{"matmul_tflops": 1e-3}')
@@ -86,6 +95,7 @@ def test_tokens_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--tokens-per-step", "auto", "--backend", "adamw"], "chosen for backends of ds_zo, got adamw"),
         (["--tokens-per-step", "24"], "must be auto or a multiple of 16 (GPUs x --seq), got 24"),
         (["--tokens-per-step", "some"], "got some (--tokens-per-step)"),
+        (["--tokens-per-step", "16", "--gpus", "0"], "gpus, nodes and seq must be >= 1, got 0, 1 and 16"),
         (["--link-gb-s", "0"], "must be > 0 GB/s, got 0 (--link-gb-s)"),
     ):
         assert main([*command, *options]) == 1
