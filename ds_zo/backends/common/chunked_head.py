@@ -356,7 +356,14 @@ class ChunkedHeads:
 
     def _heads(self) -> list[nn.Module]:
         found = [model.get_output_embeddings() for model in self._models]  # type: ignore[operator]
-        return list({id(head): head for head in found if isinstance(head, nn.Module) and _can_defer(head)}.values())
+        return list(
+            {id(head): head for head in found if isinstance(head, nn.Module) and self._can_defer(head)}.values()
+        )
+
+    def _can_defer(self, head: nn.Module) -> bool:
+        # Values of logits that a hook keeps in a pass would not be seen to depend on the weights.
+        is_kept = self._pass_weights is not None and _has_forward_hooks(head)
+        return not is_kept and _can_defer(head)
 
     def _deferring(self, head: nn.Module, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def defer(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -63,7 +63,7 @@ def chunked_causal_lm_loss(
 
 def _sum(rows: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, num_rows: int) -> torch.Tensor:
     """The summed loss of all tokens, `num_rows` tokens at a time."""
-    total = torch.zeros((), dtype=torch.float32, device=rows.device)
+    total = rows.new_zeros((), dtype=torch.float32)  # made of the logits: [Note: activations that outlive a forward]
     add_losses_(total, rows, targets, ignore_index=ignore_index, num_rows=num_rows)
     return total
 

@@ -121,6 +121,8 @@ class ZOBackend(Backend):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a training forward if gradients are enabled in train mode, else the plain module. Cleans up after
         Ctrl-C."""
+        if self._scoring is not None:
+            self._scoring.check_caller()
         self._never_in_train_mode &= not self.module.training
         trains = self.module.training or self._never_in_train_mode
         try:
@@ -128,8 +130,6 @@ class ZOBackend(Backend):
                 self._passes.recover()
             if not (trains and torch.is_grad_enabled()):
                 if self._scoring is not None:
-                    if trains:  # inside a pass, where gradients are off
-                        raise RuntimeError("an objective must not run the engine, got a call: call engine.module")
                     raise RuntimeError(
                         "engine.zo_step needs a model in train mode, got one in eval mode: call engine.train() first"
                     )

@@ -25,8 +25,9 @@ Objective = Callable[[Any, Any], Any]
 """A function of a forward's outputs and its batch. Returns one number, or one number for each sequence."""
 
 
-class _WrongScore(ValueError):
-    """What the objective returned is neither one number nor one for each sequence."""
+class _WrongObjective(ValueError):
+    """The objective calls the engine, or returns neither one number nor one for each sequence. `on_error` does not hide
+    it."""
 
 
 class Scoring:
@@ -52,7 +53,14 @@ class Scoring:
         self._num_nan: dict[int, torch.Tensor] = {}
         """How many scores are NaN, by the index of the pass."""
         self.num_failed = 0
-        """Number of scores, on all ranks, that `on_error` stands for."""
+        """Number of scores, on all ranks, that `on_error` has replaced."""
+        self._is_calling = False
+        """Whether the objective is running."""
+
+    def check_caller(self) -> None:
+        """Raises if the objective is what calls the engine."""
+        if self._is_calling:
+            raise _WrongObjective("an objective must not run the engine, got a call: call engine.module")
 
     @torch.no_grad()
     def loss(self, index: int, output: Any, inputs: PassInputs) -> torch.Tensor:
@@ -66,6 +74,7 @@ class Scoring:
                 )
             return loss.clone()
         self._errors.pop(index, None)
+        self._is_calling = True
         try:
             scores = _scores_of(self._objective(output, inputs.batch()), lengths=inputs.lengths())
         except CannotInterleave:
@@ -73,6 +82,8 @@ class Scoring:
         except Exception as error:
             self._errors[index] = error
             scores = torch.tensor(math.nan)
+        finally:
+            self._is_calling = False
         is_nan = scores.isnan()
         self._num_nan[index] = is_nan.sum()
         if self._stand_in is not None:
@@ -84,12 +95,12 @@ class Scoring:
         """Raises on all ranks if a rank has a score that cannot be used. Every rank calls it after its last pass."""
         if self._objective is None:
             return
-        is_wrong = any(isinstance(error, _WrongScore) for error in self._errors.values())
+        is_wrong = any(isinstance(error, _WrongObjective) for error in self._errors.values())
         num_nan = int(sum(self._num_nan.values(), torch.zeros((), dtype=torch.long)))
         num_wrong, self.num_failed = self._ranks.sum([int(is_wrong), num_nan])
         if not self.num_failed:
             return
-        wrong_first = sorted(self._errors.values(), key=lambda error: not isinstance(error, _WrongScore))
+        wrong_first = sorted(self._errors.values(), key=lambda error: not isinstance(error, _WrongObjective))
         error = wrong_first[0] if wrong_first else None
         if is_wrong:
             reason = str(error)
@@ -120,7 +131,7 @@ def _scores_of(value: Any, *, lengths: Collection[int]) -> torch.Tensor:
         try:
             value = torch.as_tensor(value, dtype=torch.float32)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise _WrongScore(
+            raise _WrongObjective(
                 f"the objective must return one number, or one for each sequence, got {type(value).__name__}"
             ) from error
     scores: torch.Tensor = value.detach() if value.is_floating_point() else value.detach().float()
@@ -129,6 +140,6 @@ def _scores_of(value: Any, *, lengths: Collection[int]) -> torch.Tensor:
     if scores.ndim == 1 and len(scores) in lengths:
         return scores
     batch = f"a batch of {' or '.join(map(str, sorted(lengths)))} sequences" if lengths else "a batch without tensors"
-    raise _WrongScore(
+    raise _WrongObjective(
         f"the objective must return one number, or one for each sequence, got shape {tuple(scores.shape)} for {batch}"
     )

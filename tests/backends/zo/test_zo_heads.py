@@ -153,6 +153,38 @@ def test_losses_made_of_deferred_logits_are_refused(change: Callable[[torch.Tens
             engine.backward(outputs.loss + change(outputs.logits).mean())
 
 
+def test_kept_logits_and_losses_are_refused() -> None:
+    """Logits of a hook, which would be deferred without it, and the loss of a batch that is one chunk."""
+    kept: list[torch.Tensor] = []
+    hooked = MODELS["untied"]()
+    hooked.lm_head.register_forward_hook(lambda m, args, output: kept.append(output))
+    keep = Keeping(MODELS["untied"]())
+    for model, num_tokens, term in (
+        (hooked, CHUNK, lambda: kept[-1].logsumexp(-1).square().mean()),
+        (keep, 32, lambda: keep.kept),
+    ):
+        with chunks_of(num_tokens):
+            engine = engine_for(model, zo_json())
+            loss = engine(**a_batch()).loss + term()
+            with pytest.raises(ValueError, match="activation that the forward left behind"):
+                engine.backward(loss)
+            engine.destroy()
+
+
+class Keeping(nn.Module):
+    """Keeps the loss of a model, and returns another one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **batch: torch.Tensor) -> Any:
+        outputs = self.model(**batch)
+        self.kept = outputs.loss
+        outputs.loss = 2 * outputs.loss
+        return outputs
+
+
 def test_objectives_read_the_logits_of_their_pass() -> None:
     def entropy(outputs: Any, batch: Any) -> torch.Tensor:
         return torch.distributions.Categorical(logits=outputs.logits).entropy().mean()

@@ -291,8 +291,9 @@ def test_a_wrong_score_is_named_before_another_error() -> None:
 
 def test_an_objective_that_calls_the_engine_is_told_what_to_call() -> None:
     engine = engine_of()
-    with pytest.raises(RuntimeError, match=r"must not run the engine, got a call: call engine\.module"):
-        engine.zo_step(BATCHES[0], lambda outputs, batch: engine(**batch))
+    for call in (lambda outputs, batch: engine(**batch), torch.enable_grad()(lambda outputs, batch: engine(**batch))):
+        with pytest.raises(RuntimeError, match=r"must not run the engine, got a call: call engine\.module"):
+            engine.zo_step(BATCHES[0], call, on_error=0.0)
     assert engine.zo_step(BATCHES[0], lambda outputs, batch: engine.module(**batch)["loss"]).isfinite()
 
 
