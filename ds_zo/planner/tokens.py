@@ -1,4 +1,4 @@
-"""The number of tokens a step at which copies between host and device no longer bound the speed.
+"""The number of tokens a step at which copies between host and device do not bound the speed.
 
 Streamed blocks cross the link once or twice a step, however many tokens the step has. Computation grows with the
 tokens, so from some number on it hides the copies.

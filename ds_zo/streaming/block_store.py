@@ -100,7 +100,7 @@ class BlockStore:
         self.device, self.process_group = device, process_group
         self._own = own or OwnBuffers()
         self.num_rewrites = 0
-        """How often stored bytes were replaced by other values than updates'."""
+        """Number of writes to stored bytes that were not updates."""
         self._own.blocks = self
         self.placement = placement
         self._stream = config.section.stream

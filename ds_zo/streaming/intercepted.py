@@ -25,8 +25,8 @@ _HARMLESS = frozenset(
 _CONTENTS = frozenset("data T mT H mH real imag".split())
 """Names of properties that do read its values."""
 OWNER = "_ds_zo_owner"
-"""The attribute of a parameter that holds its owner, which stores its weights. Before torch functions use the
-parameter, they call `refresh(parameter)` of the owner. Where user code assigns to `parameter.data`, they call
+"""The attribute of a parameter that holds its owner, which stores its weights. `Intercepted` calls the owner's
+`refresh(parameter)` before a torch function uses the parameter. Where user code assigns to `parameter.data`, it calls
 `replace(parameter, value)`, which returns False if torch is to make the assignment."""
 
 

@@ -84,7 +84,7 @@ class TrainingStep(ABC):
     a direct `loss.backward()`, which does not multiply. A backend that refuses it itself leaves this False."""
 
     num_failed_scores: int = 0
-    """Number of scores that `on_error` of `engine.zo_step` has stood for."""
+    """Number of failed scores that `on_error` of `engine.zo_step` has replaced."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

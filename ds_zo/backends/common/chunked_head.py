@@ -37,15 +37,16 @@ _OF_STORAGE = frozenset(("numpy", "tolist", "__array__", "data_ptr", "storage", 
 _OF_COPIES = frozenset(("__repr__", "__reduce_ex__", "__deepcopy__"))
 _Gradients = tuple[torch.Tensor | None, ...]
 _Use = Callable[[], AbstractContextManager[None]]
-"""Returns a context in which a head has the weights of one of its calls. It raises if they exist no more."""
+"""Returns a context in which a head has the weights of one of its calls. Entering it raises if these weights do not
+exist."""
 
 
 class PassWeights(Protocol):
     """The weights of heads in passes without a graph, for `ChunkedHeads`."""
 
     def use_of(self, head: nn.Module, *, chunk_nbytes: int) -> _Use | None:
-        """The weights that the head has now. None: they are not to be made for each chunk, whose logits have
-        `chunk_nbytes`."""
+        """The weights that the head has now. None if a chunk would copy more bytes of weights than its logits have
+        (`chunk_nbytes`)."""
 
 
 class _Head:
@@ -385,7 +386,7 @@ class ChunkedHeads:
             use = self._pass_weights.use_of(head, chunk_nbytes=num_rows * sample.shape[-1] * sample.itemsize)
             if use is None:
                 return forward(hidden)
-            hidden = hidden.detach()  # the pass's own tensor would seem to be kept by the model
+            hidden = hidden.detach()  # else Activations would take it for one that the model keeps
         call = _Head(head, forward, hidden, num_rows=num_rows, use=use, on_read=self._log_read)
         return DeferredLogits.of(call, hidden, sample) if call.saves_memory(sample) else forward(hidden)
 

@@ -135,7 +135,7 @@ class ZOStore(OwnBuffers):
 
     @property
     def version(self) -> tuple[int, int]:
-        """Two moments have the same if neither an update nor a write to weights lies between them."""
+        """The step, and the number of other writes to weights. Equal if no weight changed between."""
         return self.log.length, self.blocks.num_rewrites
 
     @property

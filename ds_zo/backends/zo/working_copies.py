@@ -289,7 +289,8 @@ class WorkingCopies:
         if version != self._store.version or (self._training and index != self._index):
             raise RuntimeError(
                 "outputs.logits are computed when they are read, with the weights of their own pass, and these exist "
-                "until engine.step or until weights are loaded: read them after the forward and before either"
+                "until engine.step or until weights are loaded: read them before either, and in an objective in the "
+                "call that gets them"
             )
         if self._training:
             with self._opened(head):
