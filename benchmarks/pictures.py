@@ -130,8 +130,8 @@ def step(rows: Rows) -> Figure:
 # Tokens a step
 
 
-_LINKS = {55.2: "#4878a8", 25.0: "#d08a3c", 12.0: "#6aa06a"}
-"""By GB/s of the link: its colour."""
+LINK_COLOURS = {55.2: "#4878a8", 25.0: "#d08a3c", 12.0: "#6aa06a"}
+"""By the link's GB/s."""
 _MODELS = {"lomo-7b": "LOMO, LLaMA-7B", "adapter-70b": "LoRA over NF4, LLaMA-70B"}
 
 
@@ -139,7 +139,7 @@ def many_tokens(rows: Rows) -> Figure:
     """Planned tokens/s against the tokens of a step, on three links. A dot is the number that the plan chooses."""
     figure, panels = _panels(8.0, 4.2, 2)
     for axes, (case, title) in zip(panels, _MODELS.items(), strict=True):
-        for gbps, colour in _LINKS.items():
+        for gbps, colour in LINK_COLOURS.items():
             of_link = [row for row in rows if (row["case"], row["link_gbps"]) == (case, gbps)]
             found = sorted((row["batch"] * row["length"], row["tokens_per_s"], row["is_chosen"]) for row in of_link)
             chosen = [i for i, (*_, is_chosen) in enumerate(found) if is_chosen]

@@ -298,6 +298,9 @@ def test_the_plan_is_made_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
         out = capsys.readouterr().out
         assert backend in out
         printed += out
+    page = next(page for page in PAGES if page.name == "many-tokens.md")
+    (config,) = (json.loads(fence.code) for fence in fences_of(page) if fence.language == "json")
+    assert config in [json.loads(made) for made in re.findall(r"^  JSON  (\{.*)$", printed, re.MULTILINE)]
     page = next(page for page in PAGES if page.name == "choose.md")
     (answer,) = (fence.code for fence in fences_of(page) if fence.language == "text")
     if versions_are_pinned():
