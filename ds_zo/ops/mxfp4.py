@@ -16,7 +16,8 @@ import torch
 from ds_zo.ops import nf4
 from ds_zo.ops.formats import Format
 
-CODE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+CODE = torch.tensor([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], dtype=torch.float32, device="cpu")
 GROUP_NUMEL = 32
 MXFP4 = Format(
     "mxfp4", torch.float4_e2m1fn_x2, scale_dtype=torch.uint8, scale_numel=1, group_numel=GROUP_NUMEL, packed_numel=2
@@ -43,7 +44,7 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = torch.frexp(x.abs().amax(dim=1))[1] - 1  # of the largest magnitude; its block then has 4 to 6 at most
     scale = (exponent - 2 + 127).clamp(0, 254)
     scaled = torch.ldexp(x, (127 - scale)[:, None])
-    code = torch.tensor(CODE[:8], dtype=torch.float32, device=x.device)
+    code = CODE[:8].to(x.device)
     magnitude = scaled.abs().contiguous()
     index = torch.bucketize(magnitude, (code[1:] + code[:-1]) / 2, out_int32=True)
     is_tie = magnitude == (code[:-1] + code[1:])[index.clamp(max=6)] / 2
@@ -56,7 +57,7 @@ def dequantise_(out: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -
     """Writes the values of `packed` to `out` (experts, rows, columns), in its dtype. All tensors are on the CPU."""
     _, num_rows, num_columns = out.shape
     byte = torch.arange(256, device="cpu")
-    pairs = torch.tensor(CODE, dtype=torch.float32, device="cpu")[torch.stack([byte & 15, byte >> 4], dim=1)]
+    pairs = CODE[torch.stack([byte & 15, byte >> 4], dim=1)]
     packed, scales = packed.view(len(out), -1), scales.view(len(out), -1)
     for expert, target in enumerate(out):  # one at a time, so that temporaries stay small
         code = pairs.index_select(0, packed[expert].int()).view(-1, GROUP_NUMEL)

@@ -15,23 +15,27 @@ import torch
 
 from ds_zo.ops.formats import Format
 
-CODE = (
-    -1.0,
-    -0.6961928009986877,
-    -0.5250730514526367,
-    -0.39491748809814453,
-    -0.28444138169288635,
-    -0.18477343022823334,
-    -0.09105003625154495,
-    0.0,
-    0.07958029955625534,
-    0.16093020141124725,
-    0.24611230194568634,
-    0.33791524171829224,
-    0.44070982933044434,
-    0.5626170039176941,
-    0.7229568362236023,
-    1.0,
+CODE = torch.tensor(
+    [
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ],
+    dtype=torch.float32,
+    device="cpu",
 )
 """Quantiles of the normal distribution, scaled to [-1, 1], with an exact zero."""
 GROUP_NUMEL = 64
@@ -82,7 +86,7 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scaled = torch.cat([scaled, short / largest])
     if scaled.numel() % 2:
         scaled = torch.cat([scaled, scaled.new_zeros(1)])
-    code = torch.tensor(CODE, dtype=torch.float32, device=x.device)
+    code = CODE.to(x.device)
     index = torch.bucketize(scaled, (code[1:] + code[:-1]) / 2, out_int32=True).to(torch.uint8).view(-1, 2)
     return (index[:, 0] << 4) | index[:, 1], absmax
 
@@ -90,7 +94,7 @@ def quantise(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantise_(out: torch.Tensor, packed: torch.Tensor, absmax: torch.Tensor) -> None:
     """Writes the values of `packed` to `out`, in its dtype. All tensors are flat and on the CPU."""
     index = torch.arange(256, device="cpu")
-    pairs = torch.tensor(CODE, dtype=torch.float32, device="cpu")[torch.stack([index >> 4, index & 15], dim=1)]
+    pairs = CODE[torch.stack([index >> 4, index & 15], dim=1)]
     for start in range(0, out.numel(), _CHUNK_NUMEL):
         chunk = out[start : start + _CHUNK_NUMEL]
         end = start + chunk.numel()

@@ -105,4 +105,4 @@ def dequantise_triton_(out: torch.Tensor, packed: torch.Tensor, scales: torch.Te
 
 @cache
 def _code(device: torch.device, *, is_nested: bool = False) -> torch.Tensor:
-    return nested.CODE.to(device) if is_nested else torch.tensor(CODE, dtype=torch.float32, device=device)
+    return (nested.CODE if is_nested else CODE).to(device)

@@ -78,8 +78,7 @@ def _read_nf4(read: Callable[[str], torch.Tensor], name: str) -> Quantised:
         shape = tuple(state["shape"])
         packed = read(name).reshape(-1).view(torch.uint8)
         absmax = read(f"{name}.absmax").reshape(-1)
-        book = torch.tensor(CODE, dtype=torch.float32, device="cpu")
-        _check_code_book(f"{name}.quant_map", read, book, of="NF4", tolerance=0.0)
+        _check_code_book(f"{name}.quant_map", read, CODE, of="NF4", tolerance=0.0)
         num_bytes, num_scales = -(-math.prod(shape) // 2), -(-math.prod(shape) // GROUP_NUMEL)
         if (packed.numel(), absmax.numel()) != (num_bytes, num_scales):
             raise ValueError(

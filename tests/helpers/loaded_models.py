@@ -42,7 +42,7 @@ def bitsandbytes_tensors(
     """The tensors of a matrix in NF4 as bitsandbytes saves it, and its values. `nests`: with double quantisation."""
     packed, absmax = nf4.quantise(value)
     state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": list(value.shape)}
-    found = {name: packed[:, None], f"{name}.absmax": absmax, f"{name}.quant_map": torch.tensor(nf4.CODE)}
+    found = {name: packed[:, None], f"{name}.absmax": absmax, f"{name}.quant_map": nf4.CODE.clone()}
     quantised = nf4.Quantised(packed, absmax, tuple(value.shape))
     if nests:
         row = nested.encode(absmax)

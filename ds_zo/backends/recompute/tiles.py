@@ -13,7 +13,7 @@ that one is NaN or repeats one token, which would fill up an expert's capacity. 
 routers add an auxiliary loss in their backward pass, which would be added for each tile. Dropout is off in this trial;
 modules stay in training, where alone some routers have a capacity. Blocks that fail it, change their state, draw other
 random numbers, have hooks inside or get arguments of unknown types run on the whole batch. The trial cannot see a
-capacity in tokens that two samples do not fill.
+capacity in tokens that two samples do not fill. A resumed run tries again, on its own first batch.
 """
 
 from __future__ import annotations
