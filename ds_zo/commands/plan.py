@@ -41,6 +41,7 @@ def add(commands: Any) -> None:
     plan.add_argument("--backend", action="append", metavar="NAME", help="only this one; may be repeated")
     plan.add_argument("--stream", default="{}", metavar="JSON", help="a ds_zo.stream section to plan with")
     plan.add_argument("--params", default="{}", metavar="JSON", help="optimizer.params of the one --backend")
+    plan.add_argument("--experts-rank", type=int, default=0, metavar="R", help="LoRA of this rank on experts too")
     plan.add_argument("--offload", action=argparse.BooleanOptionalAction, help="default: where the GPU is too small")
     plan.add_argument("--checkpointing", action=argparse.BooleanOptionalAction, default=True, help="of activations")
     plan.add_argument("--gpus", type=int, default=1, help="of each machine, data parallel (default: %(default)s)")
@@ -69,6 +70,7 @@ def run(args: argparse.Namespace) -> None:
         offload=args.offload,
         checkpointing=args.checkpointing,
         rates=rates,
+        experts_rank=args.experts_rank,
     )
     found = unprinted(_of_tokens, planned, args, rates)
     scaled = scale(found, gpus=args.gpus, nodes=args.nodes) if (args.gpus, args.nodes) != (1, 1) else []
@@ -103,7 +105,9 @@ def _of_tokens(planned: Callable[..., Plan], args: argparse.Namespace, rates: Ra
     if tokens == "auto":
         if len(args.backend or ()) != 1:
             raise ValueError(f"auto goes with one --backend, got {args.backend or 'all'} (--tokens-per-step)")
-        model = load_model(args.model, batch=1, seq=args.seq, dtype=args.dtype, rates=rates)
+        model = load_model(
+            args.model, batch=1, seq=args.seq, dtype=args.dtype, rates=rates, experts_rank=args.experts_rank
+        )
         return smallest_unbound(lambda batch: planned(model.with_batch(batch)))
     if not tokens.isdecimal() or int(tokens) < 1 or int(tokens) % of_one:
         raise ValueError(

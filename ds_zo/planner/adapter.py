@@ -62,10 +62,12 @@ def _estimate(
 ) -> Estimate:
     trace = traced(model)
     if offload:
-        numels = [[LOW_RANK * size for shape in shapes for size in shape] for shapes in model.matrices_by_block]
         recomputing = partial(traced, checkpointing=True)
-        trace = recomputed.trace_of(model, stream, recomputing, trained=numels, trains_before_blocks=False)
-    trained = _trained(model, trace)
+        trace = recomputed.trace_of(
+            model, stream, recomputing, trained=model.adapter_numels_by_block, trains_before_blocks=False
+        )
+    trained, ranks = _trained(model, trace), f"LoRA of rank {LOW_RANK}"
+    ranks += f", on experts {model.experts_rank}," if model.experts_rank else ""
     scratch = decodings = 0
     if offload:
         placement = units_of(model, stream, trains_base=False, in_groups=stack_ids(model.module))
@@ -75,10 +77,10 @@ def _estimate(
         base = "" if stream.frozen_dtype == "auto" else f", base in {stream.frozen_dtype}"
         base += ", decoded matrix by matrix" if by_matrix else ""
         base += ", experts in groups" if in_group else ""
-        setting = f"{placed.setting}{base}, LoRA of rank {LOW_RANK} trained"
+        setting = f"{placed.setting}{base}, {ranks} trained"
         decodings = 2 if by_matrix or in_group else 1
     else:
-        setting = f"all on the device, LoRA of rank {LOW_RANK} trained{', checkpointing' if checkpointing else ''}"
+        setting = f"all on the device, {ranks} trained{', checkpointing' if checkpointing else ''}"
         placed = Placed(setting, model.weights_nbytes, trained)
     step_s, compute_s = recomputed.seconds(model, trace, placed, update_at_end_s=_update_s(model), decodings=decodings)
     written = {} if params is None else params.model_dump(exclude_unset=True)

@@ -22,7 +22,7 @@ from ds_zo.planner.shapes import RANDOM, SHAPES, config_of
 from ds_zo.planner.timeline import Trace
 from ds_zo.planner.trace import trace_pass
 from ds_zo.streaming.blocks import find_blocks
-from ds_zo.streaming.placement import is_linear
+from ds_zo.streaming.placement import base_matrix_ids, is_linear
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -41,6 +41,8 @@ class Model:
     seq: int
     dtype: Dtype
     rates: Rates
+    experts_rank: int = 0
+    """Rank of planned adapters of experts. 0: they have none."""
     _traces: dict[tuple[int, str], Trace] = field(default_factory=dict)
     """By batch and kind of pass."""
 
@@ -69,10 +71,20 @@ class Model:
     def matrices(self) -> list[tuple[int, int]]:
         return [shape for shapes in self.matrices_by_block for shape in shapes]
 
+    @cached_property
+    def adapter_numels_by_block(self) -> list[list[int]]:
+        """Elements of LoRA's matrices in each block: of rank LOW_RANK on all `matrices`, and of `experts_rank` on all
+        stacks of experts."""
+        found = [[LOW_RANK * size for shape in shapes for size in shape] for shapes in self.matrices_by_block]
+        ids = base_matrix_ids(self.module) if self.experts_rank else ()
+        for block, numels in zip(self.blocks, found, strict=True):
+            stacks = (p.shape for p in block.parameters() if id(p) in ids and p.dim() == 3)
+            numels += [self.experts_rank * num * size for num, *matrix in stacks for size in matrix]
+        return found
+
     @property
     def adapters_numel(self) -> int:
-        """Elements of LoRA adapters of rank LOW_RANK on all `matrices`."""
-        return LOW_RANK * sum(map(sum, self.matrices))
+        return sum(map(sum, self.adapter_numels_by_block))
 
     @property
     def itemsize(self) -> int:
@@ -176,9 +188,11 @@ class Model:
         )
 
 
-def load_model(name: str, *, batch: int, seq: int, dtype: Dtype = "bf16", rates: Rates | None = None) -> Model:
+def load_model(
+    name: str, *, batch: int, seq: int, dtype: Dtype = "bf16", rates: Rates | None = None, experts_rank: int = 0
+) -> Model:
     """Makes a model from its config alone. `name` is a folder, a model of the Hub (or of its cache), or
-    `random:SHAPE`."""
+    `random:SHAPE`. `experts_rank`: see `Model`."""
     config = load_config(name, seq=seq)
     config.use_cache = False  # as in training: ZO and activation checkpointing switch it off
     make = class_of(config, name)
@@ -191,7 +205,13 @@ def load_model(name: str, *, batch: int, seq: int, dtype: Dtype = "bf16", rates:
     module.tie_weights()
     module.train()
     check_positions(module, name, seq=seq)
-    return Model(name, module, batch, seq, dtype, rates or Rates())
+    found = Model(name, module, batch, seq, dtype, rates or Rates(), experts_rank)
+    if experts_rank and found.adapters_numel <= replace(found, experts_rank=0).adapters_numel:
+        raise ValueError(
+            f"adapters of experts need a rank >= 1 and a model with stacks of experts, got {experts_rank} and {name} "
+            "(--experts-rank)"
+        )
+    return found
 
 
 def class_of(config: Any, name: str) -> Any:

@@ -247,13 +247,15 @@ def plan(
     checkpointing: bool = True,
     native_pins: bool | None = None,
     rates: Rates | None = None,
+    experts_rank: int = 0,
 ) -> Plan:
     """Estimates memory and speed of the methods named by `backends` (None: all of them).
 
     Memory is in GB of 10**9 bytes; None means unlimited. `stream` is the `ds_zo.stream` section. `params` are the
     `optimizer.params` of the one backend that `backends` names. `offload` None: blocks stream where the device is too
     small, or where `stream` has a key that needs streaming. `checkpointing` is activation checkpointing.
-    `native_pins`: stock DeepSpeed pins in exact sizes; None: as DS_PIN_MEMORY_BACKEND says."""
+    `native_pins`: stock DeepSpeed pins in exact sizes; None: as DS_PIN_MEMORY_BACKEND says. `experts_rank`: LoRA also
+    trains experts, by adapters of this rank."""
     known = contenders()
     chosen = list(dict.fromkeys(backends or known))
     _check_names(chosen, known, has_params=bool(params))
@@ -272,7 +274,7 @@ def plan(
         native_pins=_pins_natively() if native_pins is None else native_pins,
     )
     if isinstance(model, str):
-        model = load_model(model, batch=batch, seq=seq, dtype=dtype, rates=rates)
+        model = load_model(model, batch=batch, seq=seq, dtype=dtype, rates=rates, experts_rank=experts_rank)
     limits = Limits(_nbytes(device_memory_gb), _nbytes(host_memory_gb))
     estimates: list[Estimate] = []
     left_out: dict[str, str] = {}

@@ -39,6 +39,16 @@ def test_mixtures_of_experts_are_planned_with_adapters(tmp_path: Path) -> None:
         assert adapter.reduced_nbytes == 4 * LOW_RANK * sum(m.in_features + m.out_features for m in layers), name
 
 
+def test_plans_count_adapters_of_experts(tmp_path: Path) -> None:
+    moe_configs()["mixtral"].save_pretrained(tmp_path)
+    plans = [plan(str(tmp_path), seq=16, backends=["adapter"], experts_rank=rank)["adapter"] for rank in (0, 3)]
+    sizes = 32 + 2 * 48 + 48 + 32  # in and out of gate_up_proj and down_proj
+    assert plans[1].reduced_nbytes - plans[0].reduced_nbytes == 4 * 2 * 4 * 3 * sizes  # float32, layers, experts, rank
+    assert plans[1].device["states"] - plans[0].device["states"] == 8 * 2 * 4 * 3 * sizes
+    with pytest.raises(ValueError, match="need a rank >= 1 and a model with stacks of experts"):
+        plan("random:opt-tiny", seq=16, backends=["adapter"], experts_rank=3)
+
+
 def test_a_backend_that_cannot_be_planned_is_one_row(capsys: pytest.CaptureFixture[str]) -> None:
     stream = ["--stream", '{"frozen_dtype": "mxfp4"}']  # the model has no experts
     command = ["plan", "--model", "random:opt-tiny", "--seq", "16", *stream]

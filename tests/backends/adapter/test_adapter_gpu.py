@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.helpers.adapter_runs import adapted, adapter_json, assert_same, run, start
-from tests.helpers.tiny_models import tiny_batch
+from ds_zo.streaming import budget
+from tests.helpers.adapter_runs import adapted, adapter_json, assert_same, peft, run, start
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
 SIZES = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "max_position_embeddings": 2048}
@@ -30,6 +31,23 @@ def test_placements_give_the_same_bits(form: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr("ds_zo.backends.adapter.streamed.decodes_by_matrix", lambda *_, **__: True)
         for options in ({"resident_blocks": 0}, {"resident_blocks": 2, "device_slots": 3}, {}):
             assert_same(run(model, data, **options, **more), expected)
+
+
+@pytest.mark.parametrize("group_nbytes", [1, budget.GROUP_NBYTES])
+@pytest.mark.parametrize("rank", [4, 16])
+def test_placements_of_experts_give_the_same_bits(
+    rank: int, group_nbytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "GROUP_NBYTES", group_nbytes)
+    stacks = ["experts.gate_up_proj", "experts.down_proj"]
+    torch.manual_seed(0)
+    adapters = peft.LoraConfig(r=rank, target_modules=["q_proj"], target_parameters=stacks, init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model("mixtral", **SIZES).bfloat16(), adapters).bfloat16().train()
+    data = [tiny_batch("llama", seed=i, batch_size=2, length=64) for i in range(4)]
+    more: dict[str, Any] = {"bf16": {"enabled": True}, "frozen_dtype": "nf4"}
+    expected = run(model, data, resident_blocks=6, **more)
+    for options in ({"resident_blocks": 0}, {"resident_blocks": 2, "device_slots": 3}):
+        assert_same(run(model, data, **options, **more), expected)
 
 
 def test_inputs_on_the_host_save_device_memory() -> None:
