@@ -10,13 +10,14 @@ import torch
 
 from ds_zo.ops.bit_sums import bit_sum, sum_in_form, value_sum
 from ds_zo.ops.codecs import CHUNK_NUMEL, copy_staged_, decode, encode_
+from ds_zo.ops.factor_layout import FactorLayout, Matrix
 from ds_zo.ops.formats import FORMATS, Format, rounding_std, storage_format
 from ds_zo.ops.frozen import PACKED, FrozenFormat, dequantise_mxfp4_, dequantise_nf4_, format_of
 from ds_zo.ops.mxfp4 import MXFP4
 from ds_zo.ops.nested import NF4_NESTED
 from ds_zo.ops.nf4 import NF4
 from ds_zo.ops.philox import philox4x32
-from ds_zo.ops.reference import replay_perturb_reference
+from ds_zo.ops.reference import factors_reference, replay_perturb_reference
 from ds_zo.ops.rng import NOISE_VERSION, Distribution
 from ds_zo.ops.rng import draw as _draw
 from ds_zo.ops.schema import AS_STORED, Copies, KernelCall, Noise, Pending, Planes, Rounding, Store
@@ -34,8 +35,10 @@ __all__ = [
     "SEGMENT_ALIGNMENT",
     "Copies",
     "Distribution",
+    "FactorLayout",
     "Format",
     "FrozenFormat",
+    "Matrix",
     "Noise",
     "Pending",
     "Planes",
@@ -50,6 +53,7 @@ __all__ = [
     "dequantise_mxfp4_",
     "dequantise_nf4_",
     "encode_",
+    "factors",
     "format_of",
     "noise",
     "philox4x32",
@@ -96,6 +100,25 @@ def replay_perturb(
         replay_perturb_reference(call)
 
 
+def factors(table: SegmentTable, *, noise: Noise, out: torch.Tensor) -> None:
+    """Fill a table with the factors of rank-1 noise for the table's matrices, in one launch.
+
+    Row m of `out` is for member `noise.direction` + m of the noise's seed and step. Its columns are those of
+    `table.factors`, whose `views` finds u and v of a matrix. They are the numbers of which `replay_perturb` makes z.
+    """
+    if (
+        out.shape[1:] != (table.factors.numel,)
+        or out.dtype != table.factor_dtype
+        or out.device != table.device
+        or not out.is_contiguous()
+    ):
+        raise ValueError(
+            f"factors must be a contiguous {table.factor_dtype} tensor of {table.factors.numel} columns on "
+            f"{table.device}, got {out.dtype} {tuple(out.shape)} on {out.device} (out)"
+        )
+    factors_reference(table, noise, out)
+
+
 def noise(
     seed: int,
     step: int,
@@ -105,7 +128,8 @@ def noise(
     distribution: Distribution = "normal",
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """z for global offsets [offset, offset + numel): float32, a pure function of the arguments."""
+    """z for global offsets [offset, offset + numel): float32, a pure function of the arguments. Rank-1 noise depends on
+    matrices too: `factors` makes it."""
     device = torch.device(device)
     if device.type != "cuda":
         z = _draw(seed=seed, step=step, direction=direction, offset=offset, numel=numel, distribution=distribution).z

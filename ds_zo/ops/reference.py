@@ -27,8 +27,8 @@ from ds_zo.ops.formats import (
     storage_format,
     store_,
 )
-from ds_zo.ops.schema import KernelCall, Planes
-from ds_zo.ops.segments import Segment
+from ds_zo.ops.schema import KernelCall, Noise, Planes
+from ds_zo.ops.segments import Segment, SegmentTable
 
 RUN_NUMEL = 65536
 """Elements processed at a time: a multiple of the scale group's size, with temporaries that fit a core's cache."""
@@ -54,7 +54,9 @@ class Entry:
 def replay_perturb_reference(call: KernelCall) -> None:
     """Processes every run independently. Elements depend on one another only within a scale group, and no run splits a
     group."""
-    work = partial(_process_run, call, _read_entries(call))
+    entries = _read_entries(call)
+    outer = _OuterProducts(call, entries) if call.noise.distribution == "rank1" else None
+    work = partial(_process_run, call, entries, outer)
     runs = list(_runs(call.table.segments))
     num_threads = torch.get_num_threads()
     if num_threads > 1 and len(runs) > 1:
@@ -108,25 +110,86 @@ def _read_entries(call: KernelCall) -> list[Entry]:
     return entries
 
 
+def factors_reference(table: SegmentTable, noise: Noise, out: torch.Tensor) -> None:
+    """Fills rows of factors, several members at a time; see `ops.factors`."""
+    layout = table.factors
+    blocks = layout.blocks.cpu().numpy()
+    at_a_time = max(1, RUN_NUMEL // max(1, layout.numel))
+    for first in range(0, len(out), at_a_time):
+        rows = out[first : first + at_a_time]
+        z = rng.draw_blocks(
+            seed=noise.seed,
+            step=noise.step,
+            first_member=noise.direction + first,
+            num_members=len(rows),
+            blocks=blocks,
+        )
+        for at in layout.still:
+            z[:, at] = 0.0
+        store_(rows.view(-1), round_to(storage_format(out.dtype), z.reshape(-1)))
+
+
+class _OuterProducts:
+    """The rank-1 noise of a call. The factors of all its steps and members are drawn at once."""
+
+    def __init__(self, call: KernelCall, entries: list[Entry]) -> None:
+        self.layout = call.table.factors
+        self._factors: dict[tuple[int, int], Floats] = {}
+        num_members = 0 if call.pending is None else call.pending.num_directions
+        for entry in entries:
+            self._draw(call, step=entry.step, first=0, num_members=num_members)
+        if call.perturbs:
+            self._draw(call, step=call.noise.step, first=call.noise.direction, num_members=1)
+
+    def _draw(self, call: KernelCall, *, step: int, first: int, num_members: int) -> None:
+        out = torch.empty(num_members, self.layout.numel, dtype=call.table.factor_dtype)
+        factors_reference(call.table, replace(call.noise, step=step, direction=first), out)
+        for i, row in enumerate(out.float().numpy()):
+            self._factors[step, first + i] = row
+
+    def draw(self, run: list[Segment], *, step: int, direction: int) -> rng.NoiseDraw:
+        factors = self._factors[step, direction]
+        return rng.NoiseDraw(np.concatenate([self._z(factors, segment) for segment in run]), dither=None)
+
+    def _z(self, factors: Floats, segment: Segment) -> Floats:
+        matrix = segment.matrix
+        if matrix is None or not segment.trainable:
+            return np.zeros(segment.numel, dtype=np.float32)
+        u_at, v_at = self.layout.places[matrix]
+        first, skip = divmod(segment.offset - matrix.offset, matrix.num_columns)
+        end = first - (-(skip + segment.numel) // matrix.num_columns)
+        u, v = factors[u_at][first:end], factors[v_at]
+        return np.outer(u, v).reshape(-1)[skip : skip + segment.numel]
+
+
 class _Draws:
     """The random draws for all offsets of a run. Each is made on first use and cached."""
 
-    def __init__(self, call: KernelCall, run: list[Segment]) -> None:
+    def __init__(self, call: KernelCall, outer: _OuterProducts | None, run: list[Segment]) -> None:
         self.offset = run[0].offset
         numel = run[-1].offset + run[-1].numel - self.offset
         noise = call.noise
         draw = partial(rng.draw, seed=noise.seed, offset=self.offset, numel=numel, distribution=noise.distribution)
         here = partial(draw, step=noise.step, direction=noise.direction)
-        self.noise = cache(draw)
-        self.noise_here = cache(partial(here, with_dither=call.rounds_copies or call.rounds_store_by_copy))
         self.copy_dither = cache(partial(rng.copy_dither, **here.keywords))
+        self._with_dither = call.rounds_copies or call.rounds_store_by_copy
+        if outer is None:
+            self.noise = cache(draw)
+            self.noise_here = cache(partial(here, with_dither=self._with_dither))
+        else:
+            self.noise = cache(partial(outer.draw, run))
+            self.noise_here = cache(partial(self._rank1_here, step=noise.step, direction=noise.direction))
         self.fold_dither = cache(
             partial(rng.fold_dither, seed=noise.seed, step=noise.step, offset=self.offset, numel=numel)
         )
 
+    def _rank1_here(self, *, step: int, direction: int) -> rng.NoiseDraw:
+        dither = self.copy_dither() if self._with_dither else None
+        return self.noise(step=step, direction=direction)._replace(dither=dither)
 
-def _process_run(call: KernelCall, entries: list[Entry], run: list[Segment]) -> None:
-    draws = _Draws(call, run)
+
+def _process_run(call: KernelCall, entries: list[Entry], outer: _OuterProducts | None, run: list[Segment]) -> None:
+    draws = _Draws(call, outer, run)
     with np.errstate(invalid="ignore", over="ignore"):  # NaN and infinity pass through as they do on a GPU
         for segments in _joined(run, call.format):
             if len(segments) > 1:

@@ -11,6 +11,9 @@ element's index among all elements of the model, so tiling, splitting and freezi
                 word * DITHER_MULTIPLIER, the upper one for the even z.
     rademacher  block = offset // 16, byte = offset % 16 (little end first); z = +1 where the byte's top bit is clear,
                 else -1. The low 7 bits are the copy dither. One call serves 16 elements.
+    rank1       z = u v (rounded once) for the element in row i and column j of a matrix whose first element has offset
+                b. u and v are `normal` draws at offsets b + i (purpose FACTOR_ROWS) and b + j (FACTOR_COLUMNS), rounded
+                to the parameter's dtype. z of all other parameters is 0. The copy dithers are those of `normal`.
     fold        block = offset // 8,  half word = offset % 8; 16 bits of dither, purpose FOLD, direction 0.
 
 The logarithm, sine and cosine are short float32 polynomials. Library functions differ between machines and, in
@@ -30,13 +33,13 @@ from ds_zo.ops.philox import MASK32, philox4x32, split_seed
 NOISE_VERSION = 2
 """Version of the definitions above, stored with checkpoints: a log of another version cannot be replayed."""
 
-NOISE, FOLD = 0, 1
+NOISE, FOLD, FACTOR_ROWS, FACTOR_COLUMNS = 0, 1, 2, 3
 """Purposes of a draw: separate random streams for the same (seed, step, direction, offset)."""
 
-Distribution = Literal["normal", "rademacher"]
+Distribution = Literal["normal", "rademacher", "rank1"]
 
 NUM_PURPOSES = 4
-COPY_DITHER_BITS: dict[str, int] = {"normal": 8, "rademacher": 7}
+COPY_DITHER_BITS: dict[str, int] = {"normal": 8, "rademacher": 7, "rank1": 8}
 FOLD_DITHER_BITS = 16
 
 DITHER_MULTIPLIER = 0x9E3779B1
@@ -80,12 +83,27 @@ def draw(
     distribution: Distribution,
     with_dither: bool = False,
 ) -> NoiseDraw:
-    """z for offsets [offset, offset + numel), and the copy dither of the same words."""
+    """z for offsets [offset, offset + numel), and the copy dither of the same words. Not for rank-1 noise, which
+    `reference` makes of factors."""
+    assert distribution != "rank1"
     if distribution == "normal":
         return _draw_normal(_stream(seed, step, direction, NOISE), offset, numel, with_dither)
     byte = _unpack(_stream(seed, step, direction, NOISE), offset, numel, np.dtype("<u1"))
     z = np.float32(1) - (byte >> np.uint8(7)).astype(np.float32) * np.float32(2)
     return NoiseDraw(z, (byte & np.uint8(127)).astype(np.uint32) if with_dither else None)
+
+
+def draw_blocks(*, seed: int, step: int, first_member: int, num_members: int, blocks: NDArray[np.int64]) -> Floats:
+    """For each member, the 8 normal numbers of each block, as [member, 8 * block]. An entry of `blocks` is NUM_PURPOSES
+    * counter block + purpose."""
+    members = np.arange(first_member, first_member + num_members, dtype=np.int64)[:, None]
+    counter, purpose = np.divmod(blocks, NUM_PURPOSES)
+    purposes = (members * NUM_PURPOSES + purpose).reshape(-1)
+    low, high = np.tile(counter & MASK32, num_members), np.tile(counter >> 32, num_members)
+    words = philox4x32((low, high, step & MASK32, purposes), split_seed(seed))
+    z = np.empty((purposes.size, 4, 2), dtype=np.float32)
+    box_muller(np.stack(words, axis=1).astype(np.uint32), out_even=z[..., 0], out_odd=z[..., 1])
+    return z.reshape(num_members, -1)
 
 
 def copy_dither(

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 import torch
+
+from ds_zo.ops.factor_layout import FactorLayout, Matrix, lay_out
 
 SEGMENT_ALIGNMENT = 256
 """In elements. Every parameter starts at a multiple of it in its flat tensor. It is also the size of a scale group."""
@@ -36,6 +39,9 @@ class Segment:
     trainable: bool = True
     still: tuple[int, int] = (0, 0)
     """Global offsets [first, end) for which z is 0: only weight decay changes these elements. (0, 0): none."""
+    matrix: Matrix | None = None
+    """The matrix that the elements belong to, for rank-1 noise. It may be larger than the segment. None: rank-1 noise
+    is 0 here."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,14 @@ class SegmentTable:
     num_groups: int
     still: torch.Tensor | None = None
     """For each chunk, offsets [first, end) for which z is 0. None if no segment has any."""
+    factor_dtype: torch.dtype = torch.float32
+    """Dtype to which the factors of rank-1 noise are rounded: that of the forward, which multiplies by them."""
+
+    @cached_property
+    def factors(self) -> FactorLayout:
+        """Where a member's factors of rank-1 noise lie, for the matrices of all trainable segments."""
+        matrices = [(s.matrix, s.still) for s in self.segments if s.trainable and s.matrix is not None]
+        return lay_out(matrices, self.chunks[:, 1])
 
     @property
     def device(self) -> torch.device:
@@ -78,7 +92,9 @@ def chunk_numel(numel: int) -> int:
     return chunk
 
 
-def build_table(segments: Sequence[Segment], device: torch.device | str) -> SegmentTable:
+def build_table(
+    segments: Sequence[Segment], device: torch.device | str, *, factor_dtype: torch.dtype = torch.float32
+) -> SegmentTable:
     """Check the segments and make the chunk table on the device. Call it once for a flat tensor, not in every step."""
     ordered = tuple(sorted((s for s in segments if s.numel > 0), key=lambda s: s.start))
     _check(ordered)
@@ -106,6 +122,7 @@ def build_table(segments: Sequence[Segment], device: torch.device | str) -> Segm
         numel=max((s.start + s.numel for s in ordered), default=0),
         num_groups=1 + max((s.group for s in ordered), default=-1),
         still=torch.tensor(still, dtype=torch.int64).to(device) if any(first < end for first, end in still) else None,
+        factor_dtype=factor_dtype,
     )
 
 

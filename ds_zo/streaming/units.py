@@ -58,6 +58,13 @@ class PlacedParameter:
     def __post_init__(self) -> None:
         self.numel, self.shape = self.parameter.numel(), self.parameter.shape
 
+    @property
+    def matrix(self) -> ops.Matrix | None:
+        """The parameter as a matrix; None if it has fewer than two dimensions."""
+        if len(self.shape) < 2 or self.numel == 0:
+            return None
+        return ops.Matrix(self.offset, self.numel // self.shape[-1], self.shape[-1])
+
     def view(self, plane: torch.Tensor) -> torch.Tensor:
         return plane[self.start : self.start + self.numel].view(self.shape)
 
@@ -241,10 +248,11 @@ class Part:
                     p.group,
                     p.trainable,
                     still=(p.offset + p.still[0], p.offset + p.still[1]) if any(p.still) else (0, 0),
+                    matrix=p.matrix,
                 )
                 for p in self.placed
             ]
-            self._tables[device] = ops.build_table(segments, device)
+            self._tables[device] = ops.build_table(segments, device, factor_dtype=self.dtype)
         return self._tables[device]
 
     def forget_tables(self) -> None:

@@ -32,6 +32,16 @@ SMALL_SEGMENTS = (
     ops.Segment(start=1792, numel=264, offset=1398, group=1, trainable=False),
 )
 
+# A matrix of odd sizes and offset, a vector, whole lanes, a row without noise, part of a matrix, a frozen one.
+MATRIX_SEGMENTS = (
+    ops.Segment(start=0, numel=1591, offset=67, group=0, matrix=ops.Matrix(67, 37, 43)),
+    ops.Segment(start=1792, numel=40, offset=1658, group=1),
+    ops.Segment(start=2048, numel=1536, offset=2000, group=1, matrix=ops.Matrix(2000, 24, 64)),
+    ops.Segment(start=3584, numel=210, offset=3536, still=(3576, 3596), matrix=ops.Matrix(3536, 21, 10)),
+    ops.Segment(start=3840, numel=520, offset=2**35 - 96, group=0, matrix=ops.Matrix(2**35 - 144, 30, 24)),
+    ops.Segment(start=4608, numel=64, offset=2**35 + 800, trainable=False, matrix=ops.Matrix(2**35 + 800, 8, 8)),
+)
+
 
 def make_log(
     rows: list[tuple[int, list[float], list[float]]], capacity: int | None = None, first: int = 0
@@ -71,8 +81,9 @@ class Flat:
         master: bool = False,
         device: str = "cpu",
         segments: tuple[ops.Segment, ...] = SEGMENTS,
+        factor_dtype: torch.dtype = torch.float32,
     ) -> Flat:
-        table = ops.build_table(segments, device)
+        table = ops.build_table(segments, device, factor_dtype=factor_dtype)
         numel = -(-table.numel // 256) * 256
         storage = torch.full((numel,), CANARY, dtype=torch.float32).to(dtype)
         low = torch.full((numel,), CANARY, dtype=torch.int16) if master and dtype != torch.float32 else None
@@ -100,7 +111,9 @@ class Flat:
         def move(t: torch.Tensor | None) -> Any:
             return None if t is None else t.to(device)
 
-        table = self.table if self.table.device.type == device else ops.build_table(self.table.segments, device)
+        table = self.table
+        if table.device.type != device:
+            table = ops.build_table(table.segments, device, factor_dtype=table.factor_dtype)
         return Flat(move(self.storage), move(self.low), move(self.scales), table)
 
     def clone(self) -> Flat:

@@ -281,3 +281,22 @@ def test_only_weights_that_checkpoints_quantise_are_stored_in_fewer_bits() -> No
     units = plan_units(model, [], block_paths="b", frozen_wire=nf4.NF4.dtype).blocks
     narrow = {placed.name for unit in units for part in unit.parts if not part.direct for placed in part.placed}
     assert narrow == {f"b.{i}.{name}" for i in (0, 1) for name in ("linear.weight", "as_in_gpt2.weight", "experts")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rank1_noise_of_a_unit_is_an_outer_product_in_each_matrix(dtype: torch.dtype) -> None:
+    shapes, placed, offset = [(7, 40), (30,), (2, 3, 8), ()], [], 0
+    for i, shape in enumerate(shapes):
+        placed.append(PlacedParameter(f"p{i}", nn.Parameter(torch.zeros(shape, dtype=dtype)), offset, 0, True))
+        offset += placed[-1].numel
+    part = Part(placed, dtype, dtype, split=False, frozen=False)
+    table, noise = part.table(CPU), ops.Noise(5, step=3, direction=4, distribution="rank1", rounding="nearest")
+    factors, out = torch.empty(1, table.factors.numel, dtype=dtype), torch.zeros(part.numel)
+    ops.factors(table, noise=noise, out=factors)
+    planes = ops.Planes(torch.zeros(part.numel, dtype=dtype))
+    ops.replay_perturb(planes, table=table, noise=noise, copies=ops.Copies(out, scale=1.0))
+    views = table.factors.views(factors.float())
+    assert views.keys() == {placed[0].offset, placed[2].offset}
+    for p in placed:
+        u, v = views.get(p.offset, (torch.zeros(1, p.numel), torch.ones(1, 1)))
+        assert torch.equal(p.view(out), torch.outer(u[0], v[0]).view(p.shape))
