@@ -116,7 +116,12 @@ def factors(table: SegmentTable, *, noise: Noise, out: torch.Tensor) -> None:
             f"factors must be a contiguous {table.factor_dtype} tensor of {table.factors.numel} columns on "
             f"{table.device}, got {out.dtype} {tuple(out.shape)} on {out.device} (out)"
         )
-    factors_reference(table, noise, out)
+    if out.device.type == "cuda":
+        from ds_zo.ops.triton_factors import factors_triton
+
+        factors_triton(table, noise, out)
+    else:
+        factors_reference(table, noise, out)
 
 
 def noise(

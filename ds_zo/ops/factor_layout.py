@@ -41,6 +41,11 @@ class FactorLayout:
     chunk_matrices: torch.Tensor
     """For each chunk of the segment table, the index of its matrix; -1 for a chunk without one."""
 
+    @property
+    def lanes_in_rows(self) -> bool:
+        """Whether elements from a multiple of BLOCK_NUMEL to the next one always are in one row of a matrix."""
+        return all(m.offset % BLOCK_NUMEL == m.num_columns % BLOCK_NUMEL == 0 for m in self.places)
+
     def views(self, factors: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """(u [member, row], v [member, column]) of each matrix, by its offset, as views of a filled table."""
         return {

@@ -17,7 +17,7 @@ _M0, _M1 = (tl.constexpr(m) for m in _philox.MULTIPLIERS)
 _W0, _W1 = (tl.constexpr(w) for w in _philox.KEY_STEPS)
 _NUM_ROUNDS = tl.constexpr(_philox.NUM_ROUNDS)
 _NOISE, _FOLD = tl.constexpr(_rng.NOISE), tl.constexpr(_rng.FOLD)
-_NUM_PURPOSES = tl.constexpr(_rng.NUM_PURPOSES)
+NUM_PURPOSES = tl.constexpr(_rng.NUM_PURPOSES)
 _ONE_BITS = tl.constexpr(_rng.ONE_BITS)
 _SQRT_HALF_BITS = tl.constexpr(_rng.SQRT_HALF_BITS)
 _EXPONENT_FIELD = tl.constexpr(_rng.EXPONENT_FIELD)
@@ -96,17 +96,24 @@ def _blocks(offset, LANES: tl.constexpr, PER_LANE: tl.constexpr, PER_BLOCK: tl.c
 
 
 @triton.jit
+def normal_lanes(w0, w1, w2, w3):
+    """The normal numbers of Philox blocks, as [LANES, 8]."""
+    z0, z1 = box_muller(w0)
+    z2, z3 = box_muller(w1)
+    z4, z5 = box_muller(w2)
+    z6, z7 = box_muller(w3)
+    z = tl.join(_interleave4(z0, z2, z4, z6), _interleave4(z1, z3, z5, z7))
+    return tl.reshape(z, (w0.shape[0], 8))
+
+
+@triton.jit
 def draw_lanes(offset, step, direction, k0, k1, LANES: tl.constexpr, NORMAL: tl.constexpr):
     """(z, dither) as [LANES, 8] for consecutive offsets from `offset`, a multiple of 8."""
-    purpose = direction * _NUM_PURPOSES + _NOISE
+    purpose = direction * NUM_PURPOSES + _NOISE
     if NORMAL:
         low, high = _blocks(offset, LANES, 1, 8)
         w0, w1, w2, w3 = philox(low, high, step, purpose, k0, k1)
-        z0, z1 = box_muller(w0)
-        z2, z3 = box_muller(w1)
-        z4, z5 = box_muller(w2)
-        z6, z7 = box_muller(w3)
-        z = tl.join(_interleave4(z0, z2, z4, z6), _interleave4(z1, z3, z5, z7))
+        z = normal_lanes(w0, w1, w2, w3)
         products = _interleave4(_dither_word(w0), _dither_word(w1), _dither_word(w2), _dither_word(w3))
         dither = tl.join(products >> 24, (products >> 16) & 255)
     else:
@@ -126,7 +133,7 @@ def draw_lanes(offset, step, direction, k0, k1, LANES: tl.constexpr, NORMAL: tl.
 @triton.jit
 def draw_elements(offset, step, direction, k0, k1, NORMAL: tl.constexpr):
     """(z, dither) for any tensor of offsets, with one Philox call for each element."""
-    purpose = direction * _NUM_PURPOSES + _NOISE
+    purpose = direction * NUM_PURPOSES + _NOISE
     if NORMAL:
         block = offset // 8
         w0, w1, w2, w3 = philox(block.to(tl.uint32), (block >> 32).to(tl.uint32), step, purpose, k0, k1)

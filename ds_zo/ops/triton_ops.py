@@ -10,6 +10,7 @@ from ds_zo.ops.formats import storage_format
 from ds_zo.ops.rng import COPY_DITHER_BITS, FOLD_DITHER_BITS
 from ds_zo.ops.schema import KernelCall
 from ds_zo.ops.segments import LANE_NUMEL
+from ds_zo.ops.triton_factors import BLOCK, factor_places, factors_of_call, outer_product
 from ds_zo.ops.triton_formats import (
     BF12,
     FP8,
@@ -43,6 +44,8 @@ LANES = 256
 NUM_WARPS = 8
 
 _LANE: tl.constexpr = tl.constexpr(LANE_NUMEL)
+_NOT_RANK1: tl.constexpr = tl.constexpr(-1)
+"""In place of the format's id of factors, for noise that has none."""
 _GROUP_LANES: tl.constexpr = tl.constexpr(32)
 _FOLD_BITS: tl.constexpr = tl.constexpr(FOLD_DITHER_BITS)
 _KEEP, _NEAREST, _COPY, _FOLD, _SPLIT = (tl.constexpr(i) for i in range(5))
@@ -52,15 +55,18 @@ _KEEP, _NEAREST, _COPY, _FOLD, _SPLIT = (tl.constexpr(i) for i in range(5))
 @triton.jit(
     do_not_specialize=[
         "first_chunk", "num_entries", "first_entry", "capacity", "k0", "k1", "step", "direction", "scale",
+        "num_blocks",
     ]
 )  # fmt: skip
 def _replay_perturb_kernel(
     chunks_ptr, still_ptr, src_ptr, dst_ptr, out_ptr, pair_ptr, low_in_ptr, low_out_ptr, scales_in_ptr, scales_out_ptr,
-    log_ptr, first_chunk, num_entries, first_entry, capacity, k0, k1, step, direction, scale,
+    log_ptr, factors_ptr, matrices_ptr, chunk_matrices_ptr,
+    first_chunk, num_entries, first_entry, capacity, k0, k1, step, direction, scale, num_blocks,
     NUM_GROUPS: tl.constexpr, Q: tl.constexpr, FORMAT: tl.constexpr, OUT_FORMAT: tl.constexpr, NORMAL: tl.constexpr,
     COPY_BITS: tl.constexpr, TRAINABLE: tl.constexpr, VECTOR: tl.constexpr, REPLAY: tl.constexpr,
     HAS_LOW_IN: tl.constexpr, STORE: tl.constexpr, WRITE: tl.constexpr, HAS_OUT: tl.constexpr, HAS_PAIR: tl.constexpr,
-    PERTURB: tl.constexpr, DITHER_OUT: tl.constexpr, HAS_STILL: tl.constexpr, LANES: tl.constexpr,
+    PERTURB: tl.constexpr, DITHER_OUT: tl.constexpr, HAS_STILL: tl.constexpr, FACTORS: tl.constexpr,
+    LANE_ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """A program loads one chunk of stored weights, replays pending updates, stores the result and writes copies of
     it."""
@@ -94,16 +100,26 @@ def _replay_perturb_kernel(
         x, exponent = _load_stored(
             src_ptr, low_in_ptr, scales_in_ptr, at, within, mask, lane, lane_mask, FORMAT, HAS_LOW_IN
         )
+        u_at, v_at, in_matrix = within, within, mask  # not used unless noise has rank 1
+        if TRAINABLE and FACTORS != _NOT_RANK1:
+            chunk_matrix = chunk_matrices_ptr + first_chunk + tl.program_id(0)
+            u_at, v_at, in_matrix = factor_places(
+                matrices_ptr, chunk_matrix, offset, within, lane, mask, LANE_ROWS, _LANE
+            )  # fmt: skip
         if TRAINABLE and REPLAY:
             x = _replay(
                 x, log_ptr, num_entries, first_entry, capacity, group, offset, within, k0, k1, first_still, end_still,
-                NUM_GROUPS, Q, NORMAL, VECTOR, HAS_STILL, LANES,
+                factors_ptr, num_blocks, u_at, v_at, in_matrix,
+                NUM_GROUPS, Q, NORMAL, VECTOR, HAS_STILL, FACTORS, LANES,
             )  # fmt: skip
         z, dither = x, x  # not used unless they are drawn
         if TRAINABLE and (PERTURB or STORE == _COPY):
             z, dither = _draw(
                 offset, within, step, direction, k0, k1, first_still, end_still, NORMAL, VECTOR, HAS_STILL, LANES
             )
+            if PERTURB and FACTORS != _NOT_RANK1:
+                its_row = factors_ptr + (num_entries * Q).to(tl.int64) * num_blocks * BLOCK
+                z = outer_product(its_row, u_at, v_at, in_matrix, FACTORS)
         if STORE != _KEEP:
             x = _store_weights(
                 dst_ptr, low_out_ptr, scales_out_ptr, x, exponent, dither, at, offset, within, mask, lane, lane_mask,
@@ -144,8 +160,9 @@ def _load_stored(
 @triton.jit
 def _replay(
     x, log_ptr, num_entries, first_entry, capacity, group, offset, within, k0, k1, first_still, end_still,
+    factors_ptr, num_blocks, u_at, v_at, in_matrix,
     NUM_GROUPS: tl.constexpr, Q: tl.constexpr, NORMAL: tl.constexpr, VECTOR: tl.constexpr, HAS_STILL: tl.constexpr,
-    LANES: tl.constexpr,
+    FACTORS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The weights after the pending updates of the log's entries."""
     index = first_entry
@@ -154,13 +171,21 @@ def _replay(
         index = tl.where(index + 1 == capacity, 0, index + 1)
         then = tl.load(entry).to(tl.uint32, bitcast=True)
         x = x * tl.load(entry + 1 + group)
-        for d in tl.static_range(Q):
-            coefficient = tl.load(entry + 1 + NUM_GROUPS + group * Q + d)
-            z, _ = _draw(
-                offset, within, then, tl.full((), d, tl.uint32), k0, k1, first_still, end_still,
-                NORMAL, VECTOR, HAS_STILL, LANES,
-            )  # fmt: skip
-            x = tl.fma(tl.broadcast_to(-coefficient, x.shape), z, x)
+        coefficients = entry + 1 + NUM_GROUPS + group * Q
+        if FACTORS == _NOT_RANK1:
+            for d in tl.static_range(Q):
+                coefficient = tl.load(coefficients + d)
+                z, _ = _draw(
+                    offset, within, then, tl.full((), d, tl.uint32), k0, k1, first_still, end_still,
+                    NORMAL, VECTOR, HAS_STILL, LANES,
+                )  # fmt: skip
+                x = tl.fma(tl.broadcast_to(-coefficient, x.shape), z, x)
+        else:
+            for d in range(Q):
+                coefficient = tl.load(coefficients + d)
+                z = outer_product(factors_ptr, u_at, v_at, in_matrix, FACTORS)
+                factors_ptr += num_blocks * BLOCK
+                x = tl.fma(tl.broadcast_to(-coefficient, x.shape), z, x)
     return x
 
 
@@ -321,6 +346,8 @@ def replay_perturb_triton(call: KernelCall) -> None:
     have sizes that are multiples of 8."""
     source, noise, pending, copies = call.source, call.noise, call.pending, call.copies
     to = call.written
+    factors = factors_of_call(call) if noise.distribution == "rank1" else None
+    layout = None if factors is None else call.table.factors
     tensors = (
         call.table.still,
         source.storage,
@@ -332,6 +359,9 @@ def replay_perturb_triton(call: KernelCall) -> None:
         source.scales,
         None if to is None else to.scales,
         None if pending is None else pending.log,
+        factors,
+        None if layout is None else layout.matrices,
+        None if layout is None else layout.chunk_matrices,
     )
     unused = call.table.chunks
     given = [unused if tensor is None else as_integers(tensor) for tensor in tensors]
@@ -353,11 +383,12 @@ def replay_perturb_triton(call: KernelCall) -> None:
             as_int32(noise.step),
             noise.direction,
             0.0 if copies is None else float(copies.scale),
+            0 if layout is None else layout.blocks.numel(),
             NUM_GROUPS=0 if pending is None or not num_entries else pending.num_groups,
             Q=1 if pending is None else pending.num_directions,
             FORMAT=format_id(call.format),
             OUT_FORMAT=0 if copies is None else format_id(storage_format(copies.out.dtype)),
-            NORMAL=noise.distribution == "normal",
+            NORMAL=noise.distribution != "rademacher",
             COPY_BITS=COPY_DITHER_BITS[noise.distribution],
             TRAINABLE=chunks.trainable,
             VECTOR=chunks.vector,
@@ -370,6 +401,8 @@ def replay_perturb_triton(call: KernelCall) -> None:
             PERTURB=call.perturbs,
             DITHER_OUT=call.rounds_copies,
             HAS_STILL=call.table.still is not None,
+            FACTORS=_NOT_RANK1.value if factors is None else format_id(storage_format(factors.dtype)),
+            LANE_ROWS=layout is not None and layout.lanes_in_rows and chunks.vector,
             LANES=LANES,
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,

@@ -42,6 +42,14 @@ MATRIX_SEGMENTS = (
     ops.Segment(start=4608, numel=64, offset=2**35 + 800, trainable=False, matrix=ops.Matrix(2**35 + 800, 8, 8)),
 )
 
+# Matrices of whole lanes: one in two pieces, the second from the middle of a row, and one beyond 2**33.
+LANE_MATRIX_SEGMENTS = (
+    ops.Segment(start=0, numel=536, offset=64, group=0, matrix=ops.Matrix(64, 16, 72)),
+    ops.Segment(start=768, numel=616, offset=600, group=0, matrix=ops.Matrix(64, 16, 72)),
+    ops.Segment(start=1536, numel=24, offset=1216, group=1),
+    ops.Segment(start=1792, numel=4608, offset=2**33 + 8, group=1, matrix=ops.Matrix(2**33 + 8, 2, 2304)),
+)
+
 
 def make_log(
     rows: list[tuple[int, list[float], list[float]]], capacity: int | None = None, first: int = 0

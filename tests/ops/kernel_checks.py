@@ -18,12 +18,25 @@ import triton.language as tl
 from ds_zo import ops
 from ds_zo.ops import mxfp4, nested, nf4, triton_mxfp4, triton_nf4, triton_ops
 from ds_zo.ops.formats import exponents_of, storage_format
-from ds_zo.ops.reference import replay_perturb_reference
+from ds_zo.ops.reference import factors_reference, replay_perturb_reference
 from ds_zo.ops.rng import copy_dither, fold_dither
 from ds_zo.ops.schema import KernelCall
+from ds_zo.ops.triton_factors import factors_triton
 from ds_zo.ops.triton_noise import draw_elements, draw_lanes, fold_elements, fold_lanes, philox
 from ds_zo.ops.triton_ops import replay_perturb_triton
-from tests.ops.flat_cases import BF12, CANARY, FP8, SEGMENTS, SMALL_SEGMENTS, STORAGE_DTYPES, Flat, covered, make_log
+from tests.ops.flat_cases import (
+    BF12,
+    CANARY,
+    FP8,
+    LANE_MATRIX_SEGMENTS,
+    MATRIX_SEGMENTS,
+    SEGMENTS,
+    SMALL_SEGMENTS,
+    STORAGE_DTYPES,
+    Flat,
+    covered,
+    make_log,
+)
 
 FORMATS = STORAGE_DTYPES
 """For checks of what does not depend on how a format rounds."""
@@ -34,6 +47,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 SEED = 2**63 - 12345
 DISTRIBUTIONS = ("normal", "rademacher")
+FACTOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 LOG = make_log([(2**31 - 5, [0.999, 1.0], [1e-4, 2e-3]), (7, [0.99, 0.5], [-3e-3, 1e-4])], capacity=3, first=2)
 Run = Callable[[KernelCall], None]
@@ -63,6 +77,7 @@ def both(
     *,
     out: torch.dtype,
     segments: tuple[ops.Segment, ...] = SMALL_SEGMENTS,
+    factor_dtype: torch.dtype = torch.float32,
     master: bool = False,
     replays: bool = True,
     scale: float,
@@ -71,7 +86,7 @@ def both(
     """(flat, out) of the reference and of the kernel for the same call in place."""
     results = []
     for run, where in implementations(device):
-        flat = Flat.make(dtype, master=master, device=where, segments=segments)
+        flat = Flat.make(dtype, master=master, device=where, segments=segments, factor_dtype=factor_dtype)
         copy = torch.full_like(flat.storage, CANARY, dtype=out)
         pending = pending_on(where) if replays else None
         apply(run, flat, flat, pending=pending, copies=ops.Copies(copy, scale=scale), **arguments)
@@ -171,14 +186,19 @@ def check_all_formats(device: str) -> None:
 
 
 def _compare(
-    a: tuple[Flat, torch.Tensor], b: tuple[Flat, torch.Tensor], dtype: torch.dtype, out: torch.dtype, what: str
+    a: tuple[Flat, torch.Tensor],
+    b: tuple[Flat, torch.Tensor],
+    dtype: torch.dtype,
+    out: torch.dtype,
+    what: str,
+    segments: tuple[ops.Segment, ...] = SMALL_SEGMENTS,
 ) -> None:
     (flat_a, out_a), (flat_b, out_b) = a, b
     if flat_a.scales is not None:
         assert flat_b.scales is not None
         fmt = storage_format(dtype)
         assert torch.equal(exponents_of(fmt, flat_a.scales), exponents_of(fmt, flat_b.scales)), what
-    for s in SMALL_SEGMENTS:
+    for s in segments:
         at = slice(s.start, s.start + s.numel)
         raw_a, raw_b = flat_a.values(s), flat_b.values(s)
         if not s.trainable:  # copied as they are
@@ -193,7 +213,7 @@ def _compare(
             assert torch.allclose(out_a[at][same], out_b[at][same], rtol=1e-6, atol=1e-7), f"{what} out {s}"
         else:
             assert_rounded_alike(out_a[at].float()[same], out_b[at].float()[same], out, f"{what} out {s}")
-    padding = ~covered(SMALL_SEGMENTS)
+    padding = ~covered(segments)
     if dtype == BF12:  # lanes of nothing but padding: zeros in a group that was written, untouched in others
         lanes_a, lanes_b = (f.scales.view(-1, 33)[:, 1:].reshape(-1) for f in (flat_a, flat_b))  # type: ignore[union-attr]
         unused = padding.view(-1, 8).all(dim=1)
@@ -252,27 +272,34 @@ def check_split_is_exact(device: str) -> None:
 
 def check_replay_equals_folds(device: str) -> None:
     """k entries at once, with a perturbed copy, are k folds of one entry, bit for bit."""
+    for distribution, segments in (("normal", SMALL_SEGMENTS), ("rank1", MATRIX_SEGMENTS)):
+        _check_replay_equals_folds(device, distribution, segments)
+
+
+def _check_replay_equals_folds(device: str, distribution: str, segments: tuple[ops.Segment, ...]) -> None:
     directions = 2
     rows = [(i + 5, [1 - 1e-3 * i, 1.0], [1e-3 * (d - i) for d in range(2 * directions)]) for i in range(3)]
     pending = ops.Pending(make_log(rows).to(device), first_entry=0, num_entries=3, num_directions=directions)
-    at_once, one_by_one = (Flat.make(torch.float32, device=device, segments=SMALL_SEGMENTS) for _ in range(2))
+    at_once, one_by_one = (Flat.make(torch.float32, device=device, segments=segments) for _ in range(2))
     copy = torch.zeros_like(at_once.storage)
+    of: dict[str, Any] = {"distribution": distribution}
     copies = ops.Copies(copy, scale=1e-3)
-    apply(replay_perturb_triton, at_once, at_once, pending=pending, copies=copies, step=20)
+    apply(replay_perturb_triton, at_once, at_once, pending=pending, copies=copies, step=20, **of)
     for i in range(3):
         one = replace(pending, first_entry=i, num_entries=1)
-        apply(replay_perturb_triton, one_by_one, one_by_one, pending=one, fold=True, step=i)
+        apply(replay_perturb_triton, one_by_one, one_by_one, pending=one, fold=True, step=i, **of)
     assert torch.equal(at_once.storage, one_by_one.storage)
     only_copy = torch.zeros_like(copy)
-    apply(replay_perturb_triton, one_by_one, copies=ops.Copies(only_copy, scale=1e-3), step=20)
+    apply(replay_perturb_triton, one_by_one, copies=ops.Copies(only_copy, scale=1e-3), step=20, **of)
     assert torch.equal(copy, only_copy)
 
 
 def check_pair(device: str) -> None:
     """Both copies at once, stored or as if stored, are a store and two perturbing calls on it, bit for bit."""
     for run, where in implementations(device):
-        for dtype, distribution in (*product(FORMATS, ("normal",)), (FP8, "rademacher")):
-            flat = Flat.make(dtype, device=where, segments=SMALL_SEGMENTS)
+        for dtype, distribution in (*product(FORMATS, ("normal",)), (FP8, "rademacher"), (FP8, "rank1")):
+            segments = MATRIX_SEGMENTS if distribution == "rank1" else SMALL_SEGMENTS
+            flat = Flat.make(dtype, device=where, segments=segments)
             out = torch.float32 if dtype == torch.float32 else torch.bfloat16
             copies = [torch.full_like(flat.storage, CANARY, dtype=out) for _ in range(6)]
             pending: dict[str, Any] = {"pending": pending_on(where), "distribution": distribution}
@@ -311,6 +338,60 @@ def check_still(device: str) -> None:
             rest[row] = False
             assert torch.equal(stored[rest], free[0].values(s, with_low=True)[rest]), dtype
             assert torch.equal(copied[rest], free[1][s.start : s.start + s.numel][rest]), dtype
+
+
+def check_factors(device: str) -> None:
+    noise = ops.Noise(SEED, step=7, direction=300, distribution="rank1")
+    for dtype in FACTOR_DTYPES:
+        found = []
+        for fill, where in ((factors_reference, "cpu"), (factors_triton, device)):
+            table = ops.build_table(MATRIX_SEGMENTS, where, factor_dtype=dtype)
+            out = torch.full((3, table.factors.numel), CANARY, dtype=dtype, device=where)
+            fill(table, noise, out)
+            found.append(out.cpu())
+        expected, got = (out.float() for out in found)
+        assert torch.equal(expected == 0, got == 0)
+        assert all(bool((got[:, at] == 0).all()) for at in table.factors.still)
+        torch.testing.assert_close(got, expected, rtol=1e-6 if dtype == torch.float32 else 2**-7, atol=1e-6)
+        assert (got != expected).float().mean() < (1 if dtype == torch.float32 else 2e-3)
+        # The rows of pending updates are those of their steps, which the host does not read.
+        pending = replace(pending_on(device), first_entry=5)
+        of_log = torch.empty(2, table.factors.numel, dtype=dtype, device=device)
+        factors_triton(table, noise, of_log, pending=pending)
+        for i, step in enumerate((2**31 - 5, 7)):
+            row = torch.empty_like(of_log[:1])
+            factors_triton(table, replace(noise, step=step, direction=0), row)
+            assert torch.equal(row, of_log[i : i + 1])
+
+
+def check_rank1(device: str) -> None:
+    """The kernel and the reference, for matrices of odd sizes, and for matrices whose rows are whole lanes."""
+    f32, bf16, f16 = FACTOR_DTYPES
+    cases = [(MATRIX_SEGMENTS, f32, dtype, f32) for dtype in FACTOR_DTYPES]
+    cases += [(MATRIX_SEGMENTS, dtype, bf16, bf16) for dtype in (FP8, BF12)]
+    cases += [(LANE_MATRIX_SEGMENTS, bf16, bf16, bf16), (LANE_MATRIX_SEGMENTS, f32, f16, f32)]
+    for segments, dtype, factor_dtype, out in cases:
+        arguments: dict[str, Any] = {"segments": segments, "factor_dtype": factor_dtype, "distribution": "rank1"}
+        a, b = both(dtype, device, out=out, scale=1e-3, direction=3, **arguments)
+        _compare(a, b, dtype, out, f"{dtype} {factor_dtype} {segments[0]}", segments)
+
+
+def check_rank1_is_the_product_of_its_factors(device: str) -> None:
+    """Bit for bit: a forward that adds the noise by its factors has the noise of the update."""
+    for segments, dtype in product((MATRIX_SEGMENTS, LANE_MATRIX_SEGMENTS), FACTOR_DTYPES):
+        table = ops.build_table(segments, device, factor_dtype=dtype)
+        zeros = torch.zeros(-(-table.numel // 256) * 256, device=device)
+        out, factors = torch.empty_like(zeros), torch.empty(1, table.factors.numel, dtype=dtype, device=device)
+        noise = ops.Noise(SEED, step=7, direction=4, distribution="rank1")
+        checked(replay_perturb_triton, KernelCall(ops.Planes(zeros), table, noise, copies=ops.Copies(out, scale=1.0)))
+        factors_triton(table, noise, factors)
+        views = table.factors.views(factors.float())
+        for s in segments:
+            z = torch.zeros(s.numel, device=device)
+            if s.matrix is not None and s.trainable:
+                u, v = views[s.matrix.offset]
+                z = (u[0][:, None] * v[0]).reshape(-1)[s.offset - s.matrix.offset :][: s.numel]
+            assert torch.equal(out[s.start : s.start + s.numel], z), f"{dtype} {s}"
 
 
 def check_special_values(device: str) -> None:
