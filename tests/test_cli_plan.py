@@ -62,6 +62,12 @@ def test_plan_of_one_backend_shows_parts_and_json(capsys: pytest.CaptureFixture[
     assert lomo["config"]["optimizer"]["params"] == {"lr": 1e-2, "clip_grad_value": 0.5}
 
 
+def test_plan_refuses_noise_that_it_cannot_price(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", "--model", "random:opt-tiny", "--backend", "zo", "--params", '{"noise": "rank1"}']
+    assert main(command) != 0
+    assert 'ZO is planned with noise "mezo", got "rank1"' in capsys.readouterr().err
+
+
 def test_plan_names_the_method_to_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run with little memory to spare is not the first choice; nothing is named where nothing fits."""
     out = tmp_path / "ds_config.json"

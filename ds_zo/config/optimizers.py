@@ -73,6 +73,13 @@ class OptimizerParams(ConfigModel):
         return self
 
 
+MOST_PENDING_MEMBERS = 32
+"""With more members, ZO's blocks fold in every step: replaying an update of all costs two operations for each weight
+and member."""
+_OF_MEMBERS = ("num_members", "antithetic", "shaping")
+"""Parameters of ZO with `noise` rank1."""
+
+
 class ZOParams(OptimizerParams):
     """ZO: two forward passes a step, and no backward pass."""
 
@@ -92,6 +99,22 @@ class ZOParams(OptimizerParams):
     distribution: Literal["normal", "rademacher"] = "normal"
     """Distribution of z. Rademacher (+1 or -1) is cheaper to draw."""
 
+    noise: Literal["mezo", "rank1"] = "mezo"
+    """mezo: z has a number of its own for each weight, and a step evaluates `num_directions`. rank1: z of a matrix is
+    an outer product u v^T, and one forward pass evaluates `num_members`; vectors are not trained."""
+
+    num_members: int = Field(32, ge=1, le=1024)
+    """With noise rank1: number of members of a step, over all ranks. Each has its own u and v and evaluates its share
+    of the batch. More members than sequences share each sequence."""
+
+    antithetic: bool = True
+    """With noise rank1: each member is evaluated at theta + zo_eps * z and theta - zo_eps * z; false: at the first
+    alone, and compared with the mean of the members."""
+
+    shaping: Literal["none", "zscore", "rank"] = "none"
+    """With noise rank1: what takes the place of the losses of a rank's members before they are compared. zscore: their
+    distance from the mean in standard deviations; rank: their place in the order, from -0.5 to 0.5."""
+
     clip_projected_grad: float | None = Field(None, gt=0)
     """Largest |g| that a step uses, where g is the projected gradient; null: no limit. `gradient_clipping` does not
     change ZO."""
@@ -107,6 +130,11 @@ class ZOParams(OptimizerParams):
     def ranks_per_batch(self) -> int:
         return self.direction_parallel
 
+    @property
+    def all_directions(self) -> int:
+        """Number of different z in a step, over all ranks."""
+        return self.num_members if self.noise == "rank1" else self.num_directions
+
     @raises_all
     def check_config(self, ds_config: dict[str, Any], config: Settings) -> Iterator[ConfigError]:
         wanted, model, at = self.compute_dtype, DTYPE_NAMES[config.dtype], f"{config.params_at}.compute_dtype"
@@ -116,6 +144,42 @@ class ZOParams(OptimizerParams):
         if wanted != "auto" and config.autocast is not None and wanted != DTYPE_NAMES[config.autocast]:
             text = f'compute_dtype must be "auto" when torch_autocast is enabled, got "{wanted}"; leave it out'
             yield ConfigError(text, at=at)
+        if self.noise == "rank1":
+            yield from self._check_of_members(config)
+
+    def _check_of_members(self, config: Settings) -> Iterator[ConfigError]:
+        """What rank-1 noise does not go with in other sections."""
+        casts = self.compute_dtype in ("bf16", "fp16") and config.dtype is torch.float32
+        if casts or config.autocast is not None:
+            text = (
+                'noise "rank1" needs weights in the dtype of the forward, got autocast; set bf16.enabled, or compute '
+                "in the model's dtype"
+            )
+            yield ConfigError(text, at=f"{config.params_at}.noise")
+        interval = config.section.stream.writeback_interval
+        if self.num_members > MOST_PENDING_MEMBERS and interval is not None and interval > 1:
+            text = (
+                f"writeback_interval must be 1 with more than {MOST_PENDING_MEMBERS} members, because replaying an "
+                f"update costs as much as all of them, got {interval}; leave it out"
+            )
+            yield ConfigError(text, at="ds_zo.stream.writeback_interval")
+
+    @model_validator(mode="after")
+    def _noise_has_its_own_keys(self) -> Self:
+        of_mezo, of_rank1 = ("num_directions", "direction_parallel", "distribution"), _OF_MEMBERS
+        for name in of_mezo if self.noise == "rank1" else of_rank1:
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default:
+                needed = "mezo" if self.noise == "rank1" else "rank1"
+                text = f'{name} needs noise "{needed}", got {shown(value)} with noise "{self.noise}"; remove one'
+                raise rule_error(text, field=name)
+        if self.noise == "rank1" and self.num_members == 1 and not self.antithetic:
+            text = (
+                "num_members must be >= 2 without antithetic, because members are compared with their mean, got 1; "
+                "raise it"
+            )
+            raise rule_error(text, field="num_members")
+        return self
 
     @model_validator(mode="after")
     def _directions_divide(self) -> Self:

@@ -43,6 +43,8 @@ def estimate_zo(
     `stream.frozen_dtype`, LoRA adapters of rank LOW_RANK on all matrices of the blocks are trained, and nothing else.
     `checkpointing` changes nothing: ZO keeps no activations."""
     stream, params = stream or StreamConfig(), params or ZOParams()
+    if params.noise != "mezo":
+        raise ValueError(f'ZO is planned with noise "mezo", got "{params.noise}": leave it out (--params)')
     return streaming_where_needed(partial(_estimate, model, limits, stream, params), offload)
 
 

@@ -25,6 +25,7 @@ from tests.helpers.zo_rank_cases import (
     failed_backward,
     from_folder,
     machines,
+    members,
     objective,
     refusal,
     resumed_random_states,
@@ -190,6 +191,14 @@ def test_all_ranks_make_a_step_by_a_score_or_none_does(stage: int, params: dict[
     assert first["failed"] == last["failed"] == 2 * num_own_directions
     assert first["steps"] == last["steps"] == NUM_STEPS + 1
     assert first["last"] == last["last"]
+
+
+def test_members_are_divided_among_ranks() -> None:
+    whole = job(members, 1, 0)[0]["weights"]
+    for stage in (0, 3):
+        first, last = job(members, 2, stage)
+        assert first["digest"] == last["digest"]
+        assert largest_difference(first["weights"], whole) < BOUND
 
 
 def test_each_rank_of_a_resumed_training_has_its_own_random_states(tmp_path: Path) -> None:

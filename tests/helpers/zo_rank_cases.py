@@ -417,6 +417,18 @@ def objective(rank: int, stage: int, params: dict[str, Any]) -> dict[str, Any]:
     return {**found, "failed": by_score.failed_scores, "steps": by_score.global_steps, "last": digest(by_score)}
 
 
+def members(rank: int, stage: int) -> dict[str, Any]:
+    """Steps with four members of rank-1 noise, divided among the ranks."""
+    from tests.helpers.tiny_models import tiny_batch, tiny_model
+    from tests.helpers.zo_runs import one_step
+
+    json = json_for(stage=stage, params={"noise": "rank1", "num_members": 4})
+    made = engine(json, tiny_model("llama", num_hidden_layers=2))
+    for step in range(NUM_STEPS):
+        one_step(made, mine(tiny_batch("llama", seed=step), index=rank, of=dist.get_world_size()))
+    return {"digest": digest(made), "weights": {name: value.clone() for name, value in weights(made.module).items()}}
+
+
 def bits(engine: Any) -> dict[str, Any]:
     """Everything a run consists of."""
     from tests.helpers.checkpoint_runs import planes

@@ -9,7 +9,7 @@ The logits are those of a whole batch, or `DeferredLogits`, which the head compu
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,10 +37,7 @@ def chunked_causal_lm_loss(
 ) -> torch.Tensor:
     """Replaces transformers' `ForCausalLMLoss`, with the same arguments. The loss is summed in float32, over chunks of
     a few hundred tokens."""
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    targets = shift_labels.reshape(-1).to(logits.device)
+    targets = _targets(labels, shift_labels, ignore_index=ignore_index).reshape(-1).to(logits.device)
     num_rows = max(1, LOSS_CHUNK_NUMEL // vocab_size)
     if isinstance(logits, DeferredLogits) and logits.is_deferred(vocab_size):
         total = logits.summed_loss(targets, ignore_index=ignore_index, num_rows=num_rows)
@@ -59,6 +56,53 @@ def chunked_causal_lm_loss(
     if num_items_in_batch is None:
         return total / (targets != ignore_index).sum()
     return total / torch.as_tensor(num_items_in_batch, device=total.device)
+
+
+def _targets(labels: torch.Tensor | None, shift_labels: torch.Tensor | None, *, ignore_index: int) -> torch.Tensor:
+    """The token that each token has to predict."""
+    if shift_labels is not None:
+        return shift_labels
+    assert labels is not None
+    return pad(labels, (0, 1), value=ignore_index)[..., 1:]
+
+
+class RowLosses:
+    """A causal loss of a forward without a graph, which keeps the losses of each sequence. It has the arguments of
+    `chunked_causal_lm_loss`."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Frees the losses of the newest forward."""
+        self.loss: torch.Tensor | None = None
+        """The newest loss that was returned."""
+        self.version = 0
+        """Its version: a change in place increases it."""
+        self.sums = self.counts = torch.zeros(0)
+        """The summed loss of each sequence, and its number of tokens that count."""
+        self.num_items: torch.Tensor | int | None = None
+        """`num_items_in_batch`: the loss is divided by it instead of by the number of tokens."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        targets = _targets(labels, shift_labels, ignore_index=ignore_index).to(logits.device)
+        chunk = max(1, LOSS_CHUNK_NUMEL // vocab_size)
+        tokens = zip(logits.reshape(-1, vocab_size).split(chunk), targets.reshape(-1).split(chunk), strict=True)
+        losses = [cross_entropy(x.float(), y, ignore_index=ignore_index, reduction="none") for x, y in tokens]
+        self.sums = torch.cat(losses).view(targets.shape).sum(1)
+        self.counts, self.num_items = (targets != ignore_index).sum(1), num_items_in_batch
+        self.loss = self.sums.sum() / (self.counts.sum() if num_items_in_batch is None else num_items_in_batch)
+        self.version = self.loss._version
+        return self.loss
 
 
 def _sum(rows: torch.Tensor, targets: torch.Tensor, *, ignore_index: int, num_rows: int) -> torch.Tensor:
@@ -105,11 +149,13 @@ def models_with_causal_loss(module: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def losses_in_chunks(models: Sequence[nn.Module]) -> Iterator[None]:
-    """Context in which `models` compute their losses in chunks."""
+def losses_in_chunks(
+    models: Sequence[nn.Module], loss: Callable[..., torch.Tensor] = chunked_causal_lm_loss
+) -> Iterator[None]:
+    """Context in which `models` compute their losses in chunks, by `loss`."""
     originals = [m.__dict__.get("_loss_function") for m in models]
     for m in models:
-        m.loss_function = chunked_causal_lm_loss  # type: ignore[assignment]
+        m.loss_function = loss  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -134,3 +180,12 @@ class CausalLosses:
         `call`: the keywords of the forward."""
         with losses_in_chunks(self._models), self._heads.deferred(call):
             yield
+
+    @contextmanager
+    def of_rows(self, losses: RowLosses) -> Iterator[None]:
+        """Context of a forward without a graph, whose losses of sequences `losses` keeps."""
+        try:
+            with losses_in_chunks(self._models, losses):
+                yield
+        finally:
+            losses.forget()

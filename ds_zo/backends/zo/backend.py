@@ -33,9 +33,11 @@ from ds_zo.backends.zo.activations import Activations
 from ds_zo.backends.zo.checkpoint import ZOCheckpoint
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 from ds_zo.backends.zo.lockstep import Lockstep
-from ds_zo.backends.zo.loss_terms import TrainedParameters
+from ds_zo.backends.zo.loss_terms import TrainedParameters, marked_outputs
+from ds_zo.backends.zo.member_passes import MemberPasses
+from ds_zo.backends.zo.members import differences
 from ds_zo.backends.zo.model_check import ModelCheck
-from ds_zo.backends.zo.outputs import loss_of, tie, with_floats, with_losses
+from ds_zo.backends.zo.outputs import loss_of, losses_of, tie, tie_differences, with_floats, with_losses
 from ds_zo.backends.zo.pass_inputs import PassInputs
 from ds_zo.backends.zo.passes import TrainingPasses
 from ds_zo.backends.zo.ranks import Ranks
@@ -69,14 +71,20 @@ class ZOBackend(Backend):
         self.settings = config.optimizer
         self.ranks = Ranks(
             process_group,
-            num_directions=self.settings.num_directions,
+            num_directions=self.settings.all_directions,
             direction_parallel=self.settings.direction_parallel,
             device=device,
             at=config.params_at,
+            divides_members=self.settings.noise == "rank1",
         )
         self.store = ZOStore(module, config, param_groups=self.param_groups, device=device, ranks=self.ranks)
         lockstep = Lockstep(device)
-        graphs = config.section.cuda_graphs and device.type == "cuda"
+        own = self.ranks.num_own_directions
+        self._members: MemberPasses | None = None
+        """Evaluates members of rank-1 noise; None for other noise."""
+        if self.store.members is not None:
+            self._members = MemberPasses(module, self.store, self.settings, num_members=own)
+        graphs = config.section.cuda_graphs and device.type == "cuda" and self._members is None
         self._graphs = BlockGraphs(self.store, lockstep, device=device) if graphs else None
         self._activations = Activations(module)
         self._passes = TrainingPasses(
@@ -84,9 +92,10 @@ class ZOBackend(Backend):
             self.store,
             lockstep,
             self._activations,
-            num_passes=2 * self.ranks.num_own_directions,
+            num_passes=1 if self._members is not None else 2 * own,
             graphs=self._graphs,
             before_pass_long=self._perturb_every_row,
+            members=self._members,
         )
         self._checkpoint = ZOCheckpoint(self.store, module, aliases=self.aliases())
         writes = not dist.is_initialized() or dist.get_rank() == 0
@@ -103,7 +112,7 @@ class ZOBackend(Backend):
             p for unit in self.store.blocks.placement.units for p in unit.placed
         )
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._projected = torch.zeros(self.settings.num_directions, device=device)
+        self._projected = torch.zeros(self.settings.all_directions, device=device)
         self._continues_noise = False
         """Whether the checkpoint that was loaded last has the noise of this run."""
         self._tied_outputs_logged = self._narrow_loss_logged = False
@@ -158,15 +167,14 @@ class ZOBackend(Backend):
                 scoring=self._scoring,
             )
         output, passes = results[-1][0], [tensors for _, tensors in results]
-        tied = tie(
-            passes,
-            anchor=self._anchor,
-            accumulate=partial(self._accumulate, self.store.log.length),
-            inputs=[x for x in inputs.requiring_grad() if x not in self._trained_parameters],
-        )
+        tied = self._tied(passes, [x for x in inputs.requiring_grad() if x not in self._trained_parameters])
         if self._scoring is not None or loss_of(output) is not None:
             self._warn_of_narrow_loss(passes[0][0].dtype)
-            return with_losses(output, tied) if self._scoring is None else tied[0]
+            if self._scoring is not None:
+                return tied[0]
+            if self._members is not None:
+                output = self._members.of_sequences(output)
+            return with_losses(output, [*tied, *marked_outputs(losses_of(output)[len(tied) :])])
         if not self._tied_outputs_logged:
             self._tied_outputs_logged = True
             show(
@@ -175,6 +183,15 @@ class ZOBackend(Backend):
                 "model to have its own loss measured."
             )
         return with_floats(output, tied)
+
+    def _tied(self, passes: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Differentiable means over the passes. `inputs`: of the forward, which require grad."""
+        accumulate = partial(self._accumulate, self.store.log.length)
+        if self._members is None:
+            return tie(passes, anchor=self._anchor, accumulate=accumulate, inputs=inputs)
+        losses = passes[0][0]
+        found = differences(losses.float(), self._members.rows, shaping=self.settings.shaping)
+        return (tie_differences(losses.mean(), found, anchor=self._anchor, accumulate=accumulate, inputs=inputs),)
 
     def _warn_of_narrow_loss(self, dtype: torch.dtype) -> None:
         """Warns once if the loss or the score has fewer than 32 bits."""
@@ -213,7 +230,10 @@ class ZOBackend(Backend):
         """Sets the arithmetic that `compute_dtype` asks for, computes losses in chunks, and turns key-value caches
         off. `call`: the keywords of the forward."""
         with ExitStack() as stack:
-            stack.enter_context(self._causal_losses.in_chunks(call))
+            if self._members is None:
+                stack.enter_context(self._causal_losses.in_chunks(call))
+            else:
+                stack.enter_context(self._causal_losses.of_rows(self._members.row_losses))
             stack.enter_context(self._caches.off())
             compute = self.settings.compute_dtype
             if compute == "tf32" and self.device.type == "cuda":
@@ -359,18 +379,19 @@ class ZOBackend(Backend):
         return {"step": self.store.log.length, "seed": self.settings.seed, "noise_version": ops.NOISE_VERSION}
 
     def describe(self) -> str:
+        return f"{self.store.describe()}\nds_zo: {self._settings_text()}{self.ranks.describe()}"
+
+    def _settings_text(self) -> str:
+        number, noun = self.settings.all_directions, "direction" if self._members is None else "member"
         return (
-            f"{self.store.describe()}\nds_zo: {self.settings.num_directions} direction(s) a step, zo_eps "
-            f"{self.settings.zo_eps:g}, {self.settings.distribution} noise from seed {self.settings.seed}"
-            f"{self.ranks.describe()}"
+            f"{number} {noun if number == 1 else noun + 's'} a step, zo_eps {self.settings.zo_eps:g}, "
+            f"{self.store.perturbation.distribution} noise, seed {self.settings.seed}"
         )
 
     def startup_summary(self) -> StartupSummary:
-        directions = "direction" if self.settings.num_directions == 1 else "directions"
         return replace(
             self.store.startup_summary(),
-            settings=f"{self.settings.num_directions} {directions} a step, zo_eps {self.settings.zo_eps:g}, "
-            f"{self.settings.distribution} noise, seed {self.settings.seed}",
+            settings=self._settings_text(),
             ranks=self.ranks.startup_text(),
         )
 
@@ -381,6 +402,8 @@ class ZOBackend(Backend):
         finally:
             self.weights_by_name.give_back()
             self._passes.close()
+            if self.store.members is not None:
+                self.store.members.close()
             self._trained_parameters.close()
             if self._graphs is not None:
                 self._graphs.close()

@@ -22,6 +22,8 @@ class ZOBuffers:
     fewer bytes than a copy takes, or where computing a block takes longer than its upload."""
     shared: bool = False
     """The ranks of a machine share the host store."""
+    factors_nbytes: int = 0
+    """Factors of rank-1 noise."""
 
     @property
     def num_low_slots(self) -> int:
@@ -30,8 +32,8 @@ class ZOBuffers:
 
     def pairs(self, num_resident: int) -> bool:
         """Whether working copies for +z and -z exist at the same time. They do where blocks are resident, because
-        device memory is then not scarce, and if `in_pairs`."""
-        return bool(self.placement.blocks) and (num_resident > 0 or self.in_pairs)
+        device memory is then not scarce, and if `in_pairs`. A single pass has one copy."""
+        return self.num_passes > 1 and bool(self.placement.blocks) and (num_resident > 0 or self.in_pairs)
 
     def device_bytes(self, num_resident: int) -> DeviceBytes:
         """The sizes with `num_resident` blocks on the device, before anything is allocated."""
@@ -44,10 +46,12 @@ class ZOBuffers:
             low_stays=self.shared,
         )
         # Resident blocks that do not fold every step are replayed into a slot of their own.
-        replays = num_resident > 0 and self.interval > 1 and not (pairs and self.num_passes == 2)
+        replays = (
+            num_resident > 0 and self.interval > 1 and self.num_passes > 1 and not (pairs and self.num_passes == 2)
+        )
         return replace(
             stored,
             non_blocks=stored.non_blocks + self.num_passes * sum(u.scratch_nbytes for u in placement.pass_long),
-            scratch=placement.pair_scratch_nbytes if pairs else placement.scratch_nbytes,
+            scratch=(placement.pair_scratch_nbytes if pairs else placement.scratch_nbytes) + self.factors_nbytes,
             blocks=stored.blocks + (max(u.nbytes for u in placement.blocks) if replays else 0),
         )

@@ -17,7 +17,7 @@ run the blocks before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -69,8 +69,13 @@ class Materialiser:
         device: torch.device,
         copies: CleanCopies,
         first_direction: int = 0,
+        fill_factors: Callable[[Unit], None] = lambda unit: None,
     ) -> None:
+        """`fill_factors` is called when a unit is materialised for passes."""
         self.copies = copies
+        self._fill_factors = fill_factors
+        self.noise_scale = 0.0 if perturbation.distribution == "rank1" else perturbation.zo_eps
+        """Scale of the noise in copies for passes. Members add their noise outside the weights."""
         self.placement = placement
         self._first_direction = first_direction
         """Index of the first noise direction that this rank evaluates."""
@@ -86,10 +91,10 @@ class Materialiser:
         """Scratch for the block's copy with the other sign, or None; see [Note: copies in pairs]."""
         self.in_one_launch = pairs and num_passes == 2
         """Whether one launch makes the copies of a step's two passes, each always at the same address."""
-        self._as_stored = not (self.in_one_launch and placement.narrow)
+        self._as_stored = num_passes > 1 and not (self.in_one_launch and placement.narrow)
         """Passes start from weights rounded as a slot would store them, so that every device computes the same bits.
-        False where one launch makes both copies from narrow storage: then only the copies are rounded."""
-        needs_replay_slot = interval > 1 and not self.in_one_launch
+        False where one launch makes all copies from narrow storage: then only the copies are rounded."""
+        needs_replay_slot = interval > 1 and num_passes > 1 and not self.in_one_launch
         replay_slot_nbytes = (
             max((u.nbytes for u in placement.blocks if not u.streamed), default=0) if needs_replay_slot else 0
         )
@@ -202,6 +207,7 @@ class Materialiser:
         pair = None if first and last else self._pair
         is_second_of_pair = pair is not None and index % 2 == 1
         if first:
+            self._fill_factors(unit)
             self._replay_pending(use, scratch=self.scratch, pair=pair, index=index, last=last)
         elif not is_second_of_pair:
             in_replay_slot = not use.is_in_slot and self._replay_slot.unit is unit
@@ -225,6 +231,7 @@ class Materialiser:
     def materialise_outer(self, unit: Unit, *, index: int, scratch: torch.Tensor) -> list[torch.Tensor]:
         """Makes pass `index`'s copy of a resident unit outside the blocks, and returns one view per parameter.
         `scratch` must outlive the step: views of it are cached."""
+        self._fill_factors(unit)
         self._replay_pending(Use(unit, self.runtime), scratch=scratch, index=index)
         return self._cached.views(unit, unit.store_buffer, scratch)
 
@@ -438,7 +445,7 @@ class Materialiser:
                 store = ops.AS_STORED
             if out is not None:
                 pair_out = None if pair_outs is None else pair_outs[i]
-                copies = ops.Copies(out, pair_out, scale=sign * self.perturbation.zo_eps)
+                copies = ops.Copies(out, pair_out, scale=sign * self.noise_scale)
             table = part.table(self.device)
             ops.replay_perturb(source[i], table=table, noise=noise, pending=updates, store=store, copies=copies)
 

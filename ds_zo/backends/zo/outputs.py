@@ -60,13 +60,13 @@ def with_losses(output: Any, losses: Sequence[torch.Tensor]) -> Any:
     return with_loss(output, losses[0])
 
 
-def with_loss(output: Any, loss: torch.Tensor) -> Any:
+def with_loss(output: Any, loss: torch.Tensor | None) -> Any:
     """A copy of the output with another loss."""
     if isinstance(output, torch.Tensor):
         return loss
     if isinstance(output, (tuple, list)):
-        rest = output[1:]
-        return type(output)(loss, *rest) if hasattr(output, "_fields") else type(output)((loss, *rest))
+        items: Any = (loss, *output[1:])
+        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
     replaced = copy.copy(output)
     _set(replaced, "loss", loss)
     return replaced
@@ -170,6 +170,45 @@ class _Tie(torch.autograd.Function):
         if any(isinstance(p, torch.Tensor) for p in projected):
             ctx.accumulate(torch.stack([torch.as_tensor(p) for p in projected]))
         return None, None, None
+
+
+class _TieDifferences(torch.autograd.Function):
+    """Returns a loss. Its backward passes `grad * differences` to `accumulate`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        accumulate: Callable[[torch.Tensor], None],
+        loss: torch.Tensor,
+        differences: torch.Tensor,
+        *inputs: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.accumulate, ctx.differences = accumulate, differences
+        why = dropped_inputs(inputs)
+        ctx.dropped = None if why is None else [why]
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        if ctx.dropped is not None:
+            raise refusal(*ctx.dropped[0])
+        ctx.accumulate(_wide(grad) * ctx.differences)
+        return None, None, None, None
+
+
+def tie_differences(
+    loss: torch.Tensor,
+    differences: torch.Tensor,
+    *,
+    anchor: torch.Tensor,
+    accumulate: Callable[[torch.Tensor], None],
+    inputs: Sequence[torch.Tensor] = (),
+) -> torch.Tensor:
+    """As `tie`, for one loss, whose differences of all directions are known."""
+    with torch.enable_grad():
+        tied: torch.Tensor = _TieDifferences.apply(anchor, accumulate, loss, differences, *inputs)
+    return tied
 
 
 def tie(

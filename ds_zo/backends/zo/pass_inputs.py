@@ -29,6 +29,22 @@ class PassInputs:
         made: tuple[tuple[Any, ...], dict[str, Any]] = self._build(map(self._own, self._leaves))
         return made
 
+    def with_rows(self, change: Callable[[torch.Tensor], torch.Tensor], *, num_rows: int) -> PassInputs:
+        """These inputs, with other rows of all tensors that have `num_rows` rows."""
+        found = copy.copy(self)
+        found._leaves = [change(x) if has_rows(x, num_rows) else x for x in self._leaves]
+        return found
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of rows of the input ids, of the embeddings, of the labels, or of the first tensor."""
+        _, kwargs = self.fresh()
+        named = [kwargs.get(name) for name in ("input_ids", "inputs_embeds", "labels")]
+        tensors = [x for x in (*named, *self._leaves) if isinstance(x, torch.Tensor) and x.ndim]
+        if not tensors:
+            raise ValueError('noise "rank1" needs a batch of tensors, got none: pass input ids, or use noise "mezo"')
+        return len(tensors[0])
+
     def batch(self) -> Any:
         """The batch of `engine.zo_step`: a tuple of positional arguments, or a dict of keywords."""
         args, kwargs = self.fresh()
@@ -66,6 +82,11 @@ class PassInputs:
     def requiring_grad(self) -> list[torch.Tensor]:
         """Tensors among the arguments that require grad."""
         return [x for x in floats_of(self._leaves) if x.requires_grad]
+
+
+def has_rows(leaf: Any, num_rows: int) -> bool:
+    """Whether the leaf is a tensor with a row for each of `num_rows`."""
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and len(leaf) == num_rows
 
 
 def _flatten(tree: Any) -> tuple[list[Any], Callable[[Iterator[Any]], Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from ds_zo.backends.zo.activations import Activations
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 from ds_zo.backends.zo.lockstep import Lockstep
+from ds_zo.backends.zo.member_passes import MemberPasses
 from ds_zo.backends.zo.outputs import floats_of, losses_of
 from ds_zo.backends.zo.pass_inputs import PassInputs
 from ds_zo.backends.zo.pass_runner import PassRunner
@@ -37,8 +39,10 @@ class TrainingPasses:
         num_passes: int,
         graphs: BlockGraphs | None,
         before_pass_long: Callable[[Sequence[Unit]], None],
+        members: MemberPasses | None = None,
     ) -> None:
-        """`before_pass_long`: as in `Probe`."""
+        """`before_pass_long`: as in `Probe`. With `members`, one pass evaluates all of them."""
+        self._members = members
         self._module = module
         self._modules = list(module.modules())
         self._lockstep = lockstep
@@ -65,13 +69,18 @@ class TrainingPasses:
     ) -> list[Any]:
         """Runs the passes of one forward. Returns, for each pass, its output (None but for the last) and the tensors to
         difference. `generators`: the random generators of the model. `trained`: ids of the trained parameters. With
-        `scoring`, there are no outputs, and each pass has one tensor to difference: the loss that `scoring` returns."""
+        `scoring`, there are no outputs, and each pass has one tensor to difference: the loss that `scoring` returns.
+        The tensor of members has the losses of all, as [member, sign]."""
+        if self._members is not None:
+            inputs = self._members.begin(inputs)
         self._lockstep.track_generators([*generators, *inputs.generators()])
-        calls = [partial(self._one_pass, i, inputs) for i in range(self._num_passes)]
+        needs_loss = scoring is None or scoring.by_loss
+        calls = [partial(self._one_pass, i, inputs, needs_loss) for i in range(self._num_passes)]
         mode = trained, tuple(m.training for m in self._modules)
         profile = self.profile
         if is_new := mode not in profile.modes:
-            profile = self._probe.look(calls, inputs, mode=mode, profile=profile)
+            check = None if self._members is None else partial(self._check_members, self._members, inputs)
+            profile = self._probe.look(calls, inputs, mode=mode, profile=profile, check=check)
         with self._activations.watched(inputs.without_grad, is_new_mode=is_new):
             results = self.runner.run(calls) if scoring is None else self._scored(inputs, scoring)
         if is_new:
@@ -90,17 +99,34 @@ class TrainingPasses:
             raise
 
     def _scored_pass(self, index: int, inputs: PassInputs, scoring: Scoring) -> tuple[None, list[torch.Tensor]]:
-        return None, [scoring.loss(index, self._output(inputs), inputs)]
+        output, members = self._output(inputs), self._members
+        if members is not None:
+            return None, [scoring.member_losses(output, inputs, members.rows, members.losses(output))]
+        return None, [scoring.loss(index, output, inputs)]
 
-    def _one_pass(self, index: int, inputs: PassInputs) -> tuple[Any, list[torch.Tensor]]:
+    def _check_members(self, members: MemberPasses, inputs: PassInputs, rewind: Callable[[], None]) -> None:
+        """See `MemberPasses.check`."""
+
+        def run(of_check: PassInputs) -> None:
+            self.runner.run([partial(self._plain_output, of_check)])
+
+        members.check(inputs, run, rewind)
+
+    def _one_pass(self, index: int, inputs: PassInputs, needs_loss: bool) -> tuple[Any, list[torch.Tensor]]:
         """Runs pass `index`, and returns its output and the tensors to difference. The output is None except for the
-        last pass: the logits of the others would stay in memory."""
+        last pass: the logits of the others would stay in memory. `needs_loss`: no other loss will be asked for."""
         output = self._output(inputs)
+        if self._members is not None:
+            return output, self._members.measured(output, needs_loss=needs_loss)
         # Cloned, because callers multiply losses in place.
         kept = [t.detach().clone() for t in losses_of(output) or floats_of(output)]
         return (output if index == self._num_passes - 1 else None), kept
 
     def _output(self, inputs: PassInputs) -> Any:
+        with nullcontext() if self._members is None else self._members.adding_noise():
+            return self._plain_output(inputs)
+
+    def _plain_output(self, inputs: PassInputs) -> Any:
         args, kwargs = inputs.fresh()
         with torch.no_grad():
             return self._module(*args, **kwargs)

@@ -62,9 +62,17 @@ class Probe:
         self._graphs = graphs
         self._before_pass_long = before_pass_long
 
-    def look(self, calls: Calls, inputs: PassInputs, *, mode: Mode, profile: ForwardProfile) -> ForwardProfile:
+    def look(
+        self,
+        calls: Calls,
+        inputs: PassInputs,
+        *,
+        mode: Mode,
+        profile: ForwardProfile,
+        check: Callable[[Callable[[], None]], None] | None = None,
+    ) -> ForwardProfile:
         """Runs the passes of the first forward of `mode`, and returns what is known now. The runs leave no effects on
-        the module and on the random states."""
+        the module and on the random states. `check` runs passes of its own; its argument undoes their effects."""
         randomness, state = self._lockstep.snapshot(), SavedState.of(self._module)
 
         def rewind() -> None:
@@ -89,6 +97,8 @@ class Probe:
                 if not profile.modes:
                     rewind()
                     self._check_repeats(calls, _losses(self._runner.run(calls)) if has_changed else losses, rewind)
+                if check is not None:
+                    check(rewind)
         finally:
             rewind()
             if self._graphs is not None:

@@ -1,7 +1,8 @@
 """Divides a step's work among the ranks of a ZO run.
 
 Data parallel: each rank has its own batch and evaluates every direction on it. Direction parallel: `direction_parallel`
-ranks share a batch, and each evaluates its own directions on it. The two combine. In all cases the ranks exchange one
+ranks share a batch, and each evaluates its own directions on it. The two combine. Members of rank-1 noise are divided
+among all ranks, and each rank evaluates its own members on its own batch. In all cases the ranks exchange one
 number per direction, whatever the model's size. Each rank then applies every direction itself, so weights stay
 identical bit for bit.
 """
@@ -24,9 +25,17 @@ class Ranks:
     collective."""
 
     def __init__(
-        self, process_group: Any, *, num_directions: int, direction_parallel: int, device: torch.device, at: str
+        self,
+        process_group: Any,
+        *,
+        num_directions: int,
+        direction_parallel: int,
+        device: torch.device,
+        at: str,
+        divides_members: bool = False,
     ) -> None:
-        """`at`: the path of the optimizer's params in the JSON, for error messages."""
+        """`at`: the path of the optimizer's params in the JSON, for error messages. With `divides_members`, directions
+        are members: each rank evaluates its own of them on its own batch."""
         self.process_group = process_group
         self.device = device
         distributed = dist.is_initialized()
@@ -42,8 +51,16 @@ class Ranks:
             )
         self._num_directions = num_directions
         self._group_size = direction_parallel
-        self.num_own_directions = num_directions // direction_parallel
-        self.first_direction = self.index % direction_parallel * self.num_own_directions
+        if divides_members and num_directions % self.size:
+            raise ConfigError(
+                f"the number of ranks ({self.size}) must divide num_members, got {num_directions}; change one of the "
+                "two",
+                at=f"{at}.num_members",
+            )
+        self._num_shares = self.size if divides_members else direction_parallel
+        """Number of ranks among which a step's directions are divided."""
+        self.num_own_directions = num_directions // self._num_shares
+        self.first_direction = self.index % self._num_shares * self.num_own_directions
         self._group: Any = None
         """Process group of the ranks that share this rank's batch, for tensors on the device; None if none share it."""
         self._object_group: Any = None
@@ -108,13 +125,13 @@ class Ranks:
         return isinstance(leaf, torch.Tensor) and leaf.device.type == self.device.type
 
     def average(self, g: torch.Tensor) -> torch.Tensor:
-        """Projected gradients of all directions, averaged over batches. `g` holds this rank's own directions, and zeros
-        elsewhere."""
+        """Projected gradients of all directions, averaged over the ranks that evaluate the same ones. `g` holds this
+        rank's own directions, and zeros elsewhere."""
         if self.size > 1:
             with explain_lost_rank(self.device):
                 dist.all_reduce(g, group=self.process_group)
             self.bytes_wire += g.numel() * g.element_size()
-            g /= self.num_batches
+            g /= self.size // self._num_shares
         return g
 
     def sum(self, numbers: Sequence[int]) -> list[int]:

@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from operator import itemgetter
 from typing import Any, Literal
 
 import torch
 from deepspeed.utils import logger
 
 from ds_zo.backends.zo.lockstep import CannotInterleave
-from ds_zo.backends.zo.outputs import loss_of
-from ds_zo.backends.zo.pass_inputs import PassInputs
+from ds_zo.backends.zo.member_passes import no_losses
+from ds_zo.backends.zo.members import MemberRows
+from ds_zo.backends.zo.outputs import floats_of, loss_of, with_floats, with_loss
+from ds_zo.backends.zo.pass_inputs import PassInputs, has_rows
 from ds_zo.backends.zo.ranks import Ranks
 from ds_zo.logs import warn
 
@@ -62,6 +65,11 @@ class Scoring:
         if self._is_calling:
             raise _WrongObjective("an objective must not run the engine, got a call: call engine.module")
 
+    @property
+    def by_loss(self) -> bool:
+        """Whether the model's loss is measured."""
+        return self._objective is None
+
     @torch.no_grad()
     def loss(self, index: int, output: Any, inputs: PassInputs) -> torch.Tensor:
         """The loss of pass `index`: the model's, or the mean score, which is negated if it is to be maximised."""
@@ -73,10 +81,44 @@ class Scoring:
                     "the batch, or pass objective"
                 )
             return loss.clone()
+        scores = self._scores(index, output, inputs, lengths=inputs.lengths())
+        score = scores.float().mean() if scores.ndim else scores
+        return (score.clone() if self._minimise else -score).to(self._ranks.device)
+
+    @torch.no_grad()
+    def member_losses(
+        self, output: Any, inputs: PassInputs, rows: MemberRows, losses: torch.Tensor | None
+    ) -> torch.Tensor:
+        """As `loss`, for each member and sign. An objective that returns one number is called for the rows of each.
+        `losses`: of each member and sign, where the model tells them."""
+        if self._objective is None:
+            if losses is None:
+                raise no_losses()
+            return losses
+        scores = self._scores(0, output, inputs, lengths={rows.num_rows})
+        if scores.ndim:
+            scores = rows.by_member(scores).float().mean(2)
+        elif rows.num_rows > 1 and 0 not in self._errors:
+            parts = [
+                self._scores(
+                    index,
+                    _rows_of(output, part, None if losses is None else losses.flatten()[index], rows=rows),
+                    inputs.with_rows(itemgetter(part), num_rows=rows.num_rows),
+                    lengths={rows.num_each},
+                )
+                for index, part in enumerate(rows.parts())
+            ]
+            scores = torch.stack([part.float().mean() for part in parts]).view(rows.num_members, -1)
+        scores = scores.expand(rows.num_members, rows.num_signs)
+        return (scores.clone() if self._minimise else -scores).to(self._ranks.device)
+
+    def _scores(self, index: int, output: Any, inputs: PassInputs, *, lengths: Collection[int]) -> torch.Tensor:
+        """What the objective returns, or NaN if it raises. `on_error` stands for NaN."""
+        assert self._objective is not None
         self._errors.pop(index, None)
         self._is_calling = True
         try:
-            scores = _scores_of(self._objective(output, inputs.batch()), lengths=inputs.lengths())
+            scores = _scores_of(self._objective(output, inputs.batch()), lengths=lengths)
         except CannotInterleave:
             raise
         except Exception as error:
@@ -86,10 +128,7 @@ class Scoring:
             self._is_calling = False
         is_nan = scores.isnan()
         self._num_nan[index] = is_nan.sum()
-        if self._stand_in is not None:
-            scores = scores.float().masked_fill(is_nan, self._stand_in)
-        score = scores.float().mean() if scores.ndim else scores
-        return (score.clone() if self._minimise else -score).to(self._ranks.device)
+        return scores if self._stand_in is None else scores.float().masked_fill(is_nan, self._stand_in)
 
     def check(self) -> None:
         """Raises on all ranks if a rank has a score that cannot be used. Every rank calls it after its last pass."""
@@ -123,6 +162,13 @@ class Scoring:
             warn(text)
         else:  # on the rank whose objective raised
             logger.warning(f"ds_zo: {text}")
+
+
+def _rows_of(output: Any, part: slice, loss: torch.Tensor | None, *, rows: MemberRows) -> Any:
+    """The output for some rows, with their loss."""
+    has_loss = loss_of(output) is not None
+    floats = [t[part] if has_rows(t, rows.num_rows) else t for t in floats_of(output)]
+    return with_loss(with_floats(output, floats), loss) if has_loss else with_floats(output, floats)
 
 
 def _scores_of(value: Any, *, lengths: Collection[int]) -> torch.Tensor:

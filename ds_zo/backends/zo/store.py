@@ -18,6 +18,7 @@ from ds_zo.backends.common.startup import StartupSummary, formats_of, summary_of
 from ds_zo.backends.zo.buffers import ZOBuffers
 from ds_zo.backends.zo.clean_copies import CleanCopies
 from ds_zo.backends.zo.materialise import Materialiser, Perturbation
+from ds_zo.backends.zo.member_forwards import MemberForwards
 from ds_zo.backends.zo.ranks import Ranks
 from ds_zo.backends.zo.replay_log import CAPACITY, ReplayLog
 from ds_zo.backends.zo.step_time import (
@@ -29,12 +30,14 @@ from ds_zo.backends.zo.step_time import (
     measure_link,
 )
 from ds_zo.config import ConfigError, Resolved, ZOParams
+from ds_zo.config.optimizers import MOST_PENDING_MEMBERS
 from ds_zo.logs import show
 from ds_zo.streaming.block_store import BlockStore, OwnBuffers
 from ds_zo.streaming.budget import fits, free_nbytes, peak_nbytes, reset_peak_memory, usable_nbytes
 from ds_zo.streaming.claims import Claims
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.placement import WIRE, Placement, adapter_ids
+from ds_zo.streaming.units import Unit
 
 _STREAMED_INTERVAL = {"wire": 8, "split": 16}
 """`writeback_interval`, by master, where the user left it out and blocks stream. It holds until measurements choose
@@ -57,11 +60,13 @@ class ZOStore(OwnBuffers):
         settings, stream = config.optimizer, config.section.stream
         self._stream = stream
         assert isinstance(settings, ZOParams)
-        self._num_passes = 2 * ranks.num_own_directions
+        has_members = settings.noise == "rank1"
+        self._num_passes = 1 if has_members else 2 * ranks.num_own_directions
         self._first_direction = ranks.first_direction
         rounding = config.section.rounding
         assert rounding != "kahan"
-        self.perturbation = Perturbation(settings.seed, settings.zo_eps, settings.distribution, rounding)
+        distribution: ops.Distribution = "rank1" if has_members else settings.distribution
+        self.perturbation = Perturbation(settings.seed, settings.zo_eps, distribution, rounding)
         placement = plan_frozen_format(
             module,
             param_groups,
@@ -71,9 +76,21 @@ class ZOStore(OwnBuffers):
             outside_blocks={id(p) for p in module.parameters() if not p.requires_grad} & adapter_ids(module),
         )
         _check_dtypes(placement)
+        self.members: MemberForwards | None = None
+        """Adds the noise of members outside the weights; None for noise in the weights."""
+        if has_members:
+            self.members = MemberForwards(
+                module,
+                placement,
+                num_members=ranks.num_own_directions,
+                device=device,
+                at=config.params_at,
+            )
         num_blocks = len(placement.blocks)
         num_resident = min(num_blocks, stream.resident_blocks or 0) if config.stream else num_blocks
         automatic = _STREAMED_INTERVAL[stream.master] if num_resident < num_blocks else 1
+        if has_members and settings.num_members > MOST_PENDING_MEMBERS:
+            automatic = 1
         self.interval = stream.writeback_interval or automatic
         self.step_time: str | None = None
         """The expected step time and the measured rates that led to the interval, as text; None if nothing was
@@ -105,6 +122,7 @@ class ZOStore(OwnBuffers):
             and device.type == "cuda"
             and num_resident < num_blocks
             and stream.writeback_interval is None
+            and not has_members
             and self.blocks.store.num_sharers == 1
         )
         """Whether the interval is still to be chosen from measurements (`choose_interval`)."""
@@ -112,7 +130,7 @@ class ZOStore(OwnBuffers):
         spare_store = self.blocks.store if is_own else HostStore(device, pin=False)
         self.claims = Claims(spare_store, streams=self.blocks.streams, swaps=is_own)
         self.before_overwrite = self.claims.before_overwrite
-        self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.num_directions, device=device)
+        self.log = ReplayLog(num_groups=len(param_groups), num_directions=settings.all_directions, device=device)
         self.blocks.make_buffers()
         if self.blocks.may_fill_device or self.must_choose_interval:
             reset_peak_memory(device)
@@ -126,6 +144,7 @@ class ZOStore(OwnBuffers):
             interval=self.interval if interval is None else interval,
             in_pairs=self.blocks.placement.narrow or (self._is_compute_bound if in_pairs is None else in_pairs),
             shared=self.blocks.store.num_sharers > 1,
+            factors_nbytes=0 if self.members is None else self.members.nbytes,
         )
 
     def _device_nbytes(self, interval: int, *, in_pairs: bool = False) -> int:
@@ -155,7 +174,14 @@ class ZOStore(OwnBuffers):
             device=self.blocks.device,
             copies=CleanCopies(self.blocks.device, free_nbytes=self._free_nbytes),
             first_direction=self._first_direction,
+            fill_factors=self._fill_factors,
         )
+
+    def _fill_factors(self, unit: Unit) -> None:
+        """Fills the factors that this rank's members add to the outputs of the unit's modules."""
+        if self.members is not None:
+            noise = self.perturbation.noise(step=self.log.length, direction=self._first_direction)
+            self.members.fill(unit, noise)
 
     def free(self) -> None:
         self.materialiser.close()

@@ -1,0 +1,134 @@
+"""The pass that evaluates all members of a rank, and the check in the first step that noise outside the weights equals
+noise in the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ds_zo.backends.common.chunked_loss import RowLosses
+from ds_zo.backends.zo.member_forwards import Outputs
+from ds_zo.backends.zo.members import MemberRows, losses_of_members
+from ds_zo.backends.zo.outputs import floats_of, with_floats
+from ds_zo.backends.zo.pass_inputs import PassInputs, has_rows
+from ds_zo.backends.zo.store import ZOStore
+from ds_zo.config import ZOParams
+
+_CHECK_SCALE = 10
+"""The check's noise has this many times the scale of `zo_eps`, so that rounding hides less of it."""
+_ROUNDING = 32
+"""Largest relative difference that the check allows, in steps of the dtype between numbers near 1."""
+_LEAST_DIFFERENCE = 1e-3
+_TF32_EPS = 2.0**-10
+
+
+class MemberPasses:
+    """Evaluates the members of a rank in the rows of one pass."""
+
+    def __init__(self, module: nn.Module, store: ZOStore, settings: ZOParams, *, num_members: int) -> None:
+        """`num_members`: of this rank."""
+        assert store.members is not None
+        self._module = module
+        self._forwards = store.members
+        self._store = store
+        self._settings = settings
+        self._num_members = num_members
+        self.rows = MemberRows(1, 1, antithetic=False)
+        """The rows of the newest forward."""
+        self.row_losses = RowLosses()
+        """The losses of these rows."""
+
+    def begin(self, inputs: PassInputs) -> PassInputs:
+        """The inputs of the pass, with the rows of all members."""
+        num_sequences = inputs.num_sequences
+        self.rows = MemberRows(num_sequences, self._num_members, self._settings.antithetic)
+        return inputs.with_rows(self.rows.repeated, num_rows=num_sequences)
+
+    @contextmanager
+    def adding_noise(self) -> Iterator[None]:
+        """Context of the module's forward in the pass."""
+        self.row_losses.loss = None
+        with self._forwards.adding_noise(self.rows, scale=self._settings.zo_eps):
+            yield
+
+    def losses(self, output: Any) -> torch.Tensor | None:
+        """The losses [member, sign] of the pass that returned `output`; None if the model does not tell them."""
+        return losses_of_members(self.row_losses, output, self.rows)
+
+    def measured(self, output: Any, *, needs_loss: bool) -> list[torch.Tensor]:
+        """The losses of the pass that returned `output`. Without `needs_loss`, the output's tensors if it has none."""
+        losses = self.losses(output)
+        if losses is not None:
+            return [losses]
+        if needs_loss:
+            raise no_losses()
+        return [t.detach().clone() for t in floats_of(output)]
+
+    def of_sequences(self, output: Any) -> Any:
+        """The output of the pass with one row for each sequence of the batch, whose noise is that of its first row."""
+        num_rows = self.rows.num_rows
+        return with_floats(
+            output, [self.rows.of_sequences(t) if has_rows(t, num_rows) else t for t in floats_of(output)]
+        )
+
+    def check(self, inputs: PassInputs, run: Callable[[PassInputs], None], rewind: Callable[[], None]) -> None:
+        """Compares the rows of the first member and sign with a pass whose weights have their noise, and raises if they
+        differ. `inputs`: of the pass. `run` runs a pass."""
+        self._refuse_dropout()
+        num_rows = self.rows.num_each
+        scale = _CHECK_SCALE * self._settings.zo_eps
+        first = inputs.with_rows(lambda x: x[:num_rows], num_rows=self.rows.num_rows)
+        found: list[tuple[Outputs, torch.Tensor]] = []
+        for in_weights in (False, True):
+            rewind()
+            with self._forwards.recording(num_rows) as outputs:
+                if in_weights:
+                    materialiser = self._store.materialiser
+                    try:
+                        materialiser.noise_scale = scale
+                        run(first)
+                    finally:
+                        materialiser.noise_scale = 0.0
+                else:
+                    with self._forwards.adding_noise(self.rows, scale=scale):
+                        run(inputs)
+            found.append((outputs, self.row_losses.sums[:num_rows]))
+        (ours, our_losses), (theirs, their_losses) = found
+        ours.append(("the loss", our_losses))
+        theirs.append(("the loss", their_losses))
+        allowed = self._allowed_difference()
+        for (name, a), (other, b) in zip(ours, theirs, strict=False):
+            if name != other or a.shape[1:] != b.shape[1:] or not (a - b).norm() <= allowed * a.norm():
+                raise ValueError(
+                    f'noise "rank1" is added to the outputs of modules, and at {name} this gives another result than '
+                    "noise in the weights, because the forward uses a weight outside its module's forward, or computes "
+                    'on rows of the batch together: freeze such weights, or use noise "mezo" (optimizer.params.noise)'
+                )
+
+    def _allowed_difference(self) -> float:
+        """The relative difference of two outputs that rounding explains."""
+        wide = (p.dtype for p in self._module.parameters() if p.is_floating_point() and p.itemsize > 1)
+        eps = max(torch.finfo(dtype).eps for dtype in wide)
+        if self._store.blocks.device.type == "cuda":
+            eps = max(eps, _TF32_EPS)
+        return max(_LEAST_DIFFERENCE, _ROUNDING * eps)
+
+    def _refuse_dropout(self) -> None:
+        for name, m in self._module.named_modules():
+            if isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0:
+                raise ValueError(
+                    'noise "rank1" compares rows of one pass, in which dropout differs from row to row, got '
+                    f'{name} with p={m.p:g}: set the dropout of the model to 0, or use noise "mezo"'
+                )
+
+
+def no_losses() -> ValueError:
+    return ValueError(
+        'noise "rank1" needs the loss of each sequence, which the engine knows of the causal loss of transformers, got '
+        "a model with another loss or none: pass an objective to engine.zo_step that returns one number for each "
+        'sequence, or use noise "mezo" (optimizer.params.noise)'
+    )
