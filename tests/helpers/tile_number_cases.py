@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_zo.streaming.budget import MARGIN_NBYTES
 from tests.helpers.lomo_runs import start, streamed
-from tests.helpers.zoo import seeded
+from tests.helpers.zoo import Sizes, seeded
 
 BATCH = 8
 WIDTH, INNER, LENGTH, DEPTH = 4, 128, 64, 3
@@ -21,7 +21,7 @@ class Wide(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
-        self.sizes: list[int] = []
+        self.sizes = Sizes()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.sizes.append(len(x))

@@ -118,6 +118,10 @@ def plain_batch(seed: int, **more: Any) -> Batch:
     return {"input_ids": ids, "labels": ids.clone(), **more}
 
 
+class Sizes(list[int]):
+    """The batch sizes that a block got. Unlike a plain list, it is no state of the block."""
+
+
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     return make().train()

@@ -19,7 +19,7 @@ from tests.helpers.lomo_runs import lively, start, streamed, train
 from tests.helpers.lsp_runs import CPU, lsp_json
 from tests.helpers.tiny_models import tiny_batch
 from tests.helpers.weights import assert_close, assert_equal, parameters_of, parts_have_bits_of_whole
-from tests.helpers.zoo import seeded
+from tests.helpers.zoo import Sizes, seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -76,10 +76,6 @@ def test_arguments_with_a_batch_dimension_are_found(name: str, log: pytest.LogCa
     assert found == pytest.approx(losses, rel=1e-5)
     assert_close(ours, expected, atol=1e-5)
     assert "whole batch" not in log.text
-
-
-class Sizes(list[int]):
-    """The batch sizes that a block got. Unlike a plain list, it is no state of the block."""
 
 
 class Block(nn.Module):
