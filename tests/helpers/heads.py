@@ -63,6 +63,24 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+class WatchingForCausalLM(hf.LlamaForCausalLM):
+    """Uses its logits, and other modules, between head and loss. With `mask` it writes to its logits."""
+
+    def __init__(self, *, mask: bool) -> None:
+        super().__init__(tiny_model("llama").config)  # type: ignore[arg-type]
+        self.value = nn.Linear(WIDTH, 1)
+        self.mask = mask
+
+    def forward(self, **batch: Any) -> Any:
+        hidden = self.model(input_ids=batch["input_ids"])[0]
+        logits = self.lm_head(hidden)
+        value = self.value(hidden).mean()
+        if self.mask:
+            logits[:, :, 5:9] = -1.0
+        loss = self.loss_function(logits=logits * 2, labels=batch["labels"], vocab_size=VOCAB)
+        return hf.modeling_outputs.CausalLMOutput(loss=loss + value, logits=logits)
+
+
 class LiveLogits(TorchDispatchMode):
     """Records the most bytes of logits, gradients of logits included, that were alive at a time."""
 

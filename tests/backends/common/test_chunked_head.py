@@ -10,15 +10,13 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers as hf
-from deepspeed.utils import logger
 from torch import nn
 
 from ds_zo.backends.common import chunked_head
 from ds_zo.backends.common.chunked_loss import CausalLosses
 from tests.helpers import lomo_runs
 from tests.helpers.adapter_runs import adapter_json
-from tests.helpers.heads import CHUNK, MODELS, LiveLogits, a_batch, reads, with_lora_head
+from tests.helpers.heads import CHUNK, MODELS, LiveLogits, WatchingForCausalLM, a_batch, reads, with_lora_head
 from tests.helpers.lomo_runs import lively
 from tests.helpers.lsp_runs import lsp_json
 from tests.helpers.tiny_models import VOCAB, tiny_batch, tiny_model
@@ -67,7 +65,7 @@ def test_chunks_have_loss_and_gradients_of_the_whole(name: str, num_items: Any) 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_that_are_read_are_those_of_the_whole(name: str, logs: Callable[[], list[str]]) -> None:
+def test_logits_that_are_read_are_those_of_the_whole(name: str, log: pytest.LogCaptureFixture) -> None:
     """And so are gradients of a loss that is made from them."""
     model, batch = MODELS[name]().train(), a_batch()
     expected = model(**batch)
@@ -77,9 +75,9 @@ def test_logits_that_are_read_are_those_of_the_whole(name: str, logs: Callable[[
         outputs = model(**batch)
     assert outputs.logits.shape == expected.logits.shape and outputs.logits.dtype == expected.logits.dtype
     assert outputs.logits.requires_grad
-    assert not reads(logs())
+    assert not reads(log.messages)
     (outputs.loss + outputs.logits.square().mean() + Doubled.apply(outputs.logits).mean()).backward()
-    assert len(reads(logs())) == 1
+    assert len(reads(log.messages)) == 1
     assert torch.equal(outputs.logits, expected.logits)
     assert outputs.logits.detach().numpy().tolist() == expected.logits.tolist() == outputs.logits.data.tolist()
     assert_near(gradients(model), whole)
@@ -95,21 +93,8 @@ class Doubled(torch.autograd.Function):
         return 2 * grads[0]
 
 
-@pytest.fixture
-def logs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    monkeypatch.setattr(logger, "propagate", True)
-    return lambda: [record.getMessage() for record in caplog.records]
-
-
 def test_a_model_that_writes_to_its_logits_has_the_loss_of_the_whole() -> None:
-    class MaskedForCausalLM(hf.LlamaForCausalLM):
-        def forward(self, **batch: Any) -> Any:
-            logits = self.lm_head(self.model(input_ids=batch["input_ids"])[0])
-            logits[:, :, 5:9] = -1.0
-            loss = self.loss_function(logits=logits * 2, labels=batch["labels"], vocab_size=VOCAB)
-            return hf.modeling_outputs.CausalLMOutput(loss=loss, logits=logits)
-
-    model, batch = MaskedForCausalLM(tiny_model("llama").config), a_batch()  # type: ignore[arg-type]
+    model, batch = WatchingForCausalLM(mask=True), a_batch()
     expected = model(**batch)
     expected.loss.backward()
     whole = gradients(model)

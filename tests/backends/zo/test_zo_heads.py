@@ -9,12 +9,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers as hf
 from deepspeed.utils import safe_set_full_fp32_param
 from torch import nn
 
 from ds_zo.backends.common import chunked_head, chunked_loss
-from tests.helpers.heads import CHUNK, MODELS, WIDTH, LiveLogits, a_batch, reads
+from tests.helpers.heads import CHUNK, MODELS, WIDTH, LiveLogits, WatchingForCausalLM, a_batch, reads
 from tests.helpers.tiny_models import VOCAB, tiny_batch, tiny_model
 from tests.helpers.weights import assert_equal, parts_have_bits_of_whole
 from tests.helpers.zo_runs import engine_for, log_lines, train, zo_json
@@ -43,8 +42,13 @@ def trained(make: Callable[[], nn.Module], *, num_tokens: int, num_steps: int = 
     return losses, weights, logits.peak
 
 
-@pytest.mark.parametrize("interval", [1, 3])
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "modules_to_save"])
+@pytest.mark.parametrize(
+    ("name", "interval"),
+    [
+        *(("untied", 1), ("untied", 3), ("tied", 3), ("lora", 1)),
+        *(("opt", 3), ("soft-capped", 1), ("multiplied", 3), ("divided", 1)),
+    ],
+)
 def test_chunks_have_losses_of_the_whole(name: str, interval: int) -> None:
     """Two heads' chunks take less than one whole, and streamed runs have the bits of resident ones."""
     losses, weights, whole = trained(MODELS[name], num_tokens=32, interval=interval)
@@ -76,8 +80,10 @@ def test_directions_and_single_passes_have_losses_of_the_whole() -> None:
         assert found == pytest.approx(losses, rel=1e-6) and peak < WHOLE
 
 
-@pytest.mark.parametrize("params", [{}, {"num_directions": 2}])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [*((name, {}) for name in MODELS), *((name, {"num_directions": 2}) for name in ("tied", "lora"))],
+)
 def test_logits_that_are_read_are_those_of_the_last_pass(name: str, params: dict[str, Any]) -> None:
     found = []
     for num_tokens in (32, CHUNK):
@@ -88,7 +94,9 @@ def test_logits_that_are_read_are_those_of_the_last_pass(name: str, params: dict
                 outputs = engine(**a_batch(seed))
                 assert outputs.logits.shape == (2, 16, VOCAB)
                 engine.backward(outputs.loss)
-                steps += [outputs.logits.detach().clone(), outputs.logits.argmax(-1), outputs.loss.detach()]
+                steps += [outputs.logits.detach().clone(), outputs.loss.detach()]
+                if seed == 0:  # later, near ties may go either way
+                    steps.append(outputs.logits.argmax(-1))
                 engine.step()
         assert len(reads(lines)) == (num_tokens == CHUNK and name != "modules_to_save")
         steps += [p.detach().clone() for p in engine.module.parameters()]
@@ -200,31 +208,11 @@ def test_objectives_read_the_logits_of_their_pass() -> None:
     assert_equal(found[0][1], found[1][1])
 
 
-class WatchingForCausalLM(hf.LlamaForCausalLM):
-    """Uses its logits, and other modules, between head and loss."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.value = nn.Linear(config.hidden_size, 1)
-        self.mask = False
-
-    def forward(self, **batch: Any) -> Any:
-        hidden = self.model(input_ids=batch["input_ids"])[0]
-        logits = self.lm_head(hidden)
-        value = self.value(hidden).mean()
-        if self.mask:
-            logits[:, :, 5:9] = -1.0
-        loss = self.loss_function(logits=logits * 2, labels=batch["labels"], vocab_size=VOCAB)
-        return hf.modeling_outputs.CausalLMOutput(loss=loss + value, logits=logits)
-
-
 @pytest.mark.parametrize("mask", [False, True])
 def test_modules_between_head_and_loss_may_take_its_memory(mask: bool) -> None:
     def make() -> nn.Module:
         torch.manual_seed(0)
-        model = WatchingForCausalLM(tiny_model("llama").config)
-        model.mask = mask
-        return model
+        return WatchingForCausalLM(mask=mask)
 
     losses, _, _ = trained(make, num_tokens=32)
     found, _, peak = trained(make, num_tokens=CHUNK)
