@@ -25,8 +25,8 @@ def uninterrupted(name: str) -> tuple[list[float], dict[str, Any], dict[str, tor
     return losses, planes(whole), weights(whole.module)
 
 
-SYNCHRONOUS = ("fp32", "bf16 split some resident", "fp8 split", "two directions")
-"""A save that is awaited writes the same files with the same code: one of each kind of storage is enough."""
+SYNCHRONOUS = ("fp32", "bf16 split some resident")
+"""A save that is awaited writes the same files with the same code."""
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def test_resume_equals_uninterrupted(name: str, asynchronous: bool, tmp_path: Pa
     assert train(third, BATCHES[4:9]) == expected[4:]
     assert_same_bits(planes(third), last_planes)
     assert_equal(weights(third.module), last_weights)
-    latest = start(name)
-    latest.load_checkpoint(str(tmp_path))
-    assert train(latest, BATCHES[5:9]) == expected[5:]
-    assert_same_bits(planes(latest), last_planes)
+    third.load_checkpoint(str(tmp_path))
+    assert third.global_steps == 5
+    assert train(third, BATCHES[5:9]) == expected[5:]
+    assert_same_bits(planes(third), last_planes)
 
 
 SCHEDULE = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3, "total_num_steps": 20, "warmup_max_lr": 1e-3}}
@@ -179,8 +179,16 @@ def test_frozen_parameters_may_be_left_out(tmp_path: Path) -> None:
     assert train(resumed, BATCHES[4:8]) == expected[4:]
 
 
-@pytest.mark.parametrize("options", [{}, {"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
-@pytest.mark.parametrize("name", ["fp32", "fp32 some resident", "fp32 resident", "two directions"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("fp32", {}), ("fp32", {"load_module_only": True}), ("fp32", {"load_optimizer_states": False})),
+        ("fp32 some resident", {"load_module_only": True}),
+        ("fp32 resident", {"load_optimizer_states": False}),
+        ("two directions", {}),
+    ],
+    ids=str,
+)
 def test_weights_that_a_checkpoint_lacks_keep_their_pending_updates(
     name: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -198,9 +206,16 @@ def test_weights_that_a_checkpoint_lacks_keep_their_pending_updates(
     assert_equal(weights(engine.module), weights(first.module) | own)
 
 
-@pytest.mark.parametrize("params", [{}, {"seed": 5}, {"num_directions": 2}, {"distribution": "rademacher"}], ids=str)
-@pytest.mark.parametrize("own_micro_batches", [0, 1])
-@pytest.mark.parametrize("saved_micro_batches", [4, 5])
+@pytest.mark.parametrize(
+    ("params", "own_micro_batches", "saved_micro_batches"),
+    [
+        *(({}, 0, 5), ({}, 1, 4)),
+        *(({"seed": 5}, 1, 5), ({"seed": 5}, 0, 4)),
+        *(({"num_directions": 2}, 0, 5), ({"num_directions": 2}, 1, 4)),
+        *(({"distribution": "rademacher"}, 1, 5), ({"distribution": "rademacher"}, 0, 4)),
+    ],
+    ids=str,
+)
 def test_projected_gradients_along_other_noise_are_dropped(
     params: dict[str, Any], own_micro_batches: int, saved_micro_batches: int, tmp_path: Path
 ) -> None:

@@ -436,9 +436,10 @@ def check_nf4_nested(device: str) -> None:
         values = torch.randn(num_matrices, numel, generator=torch.Generator().manual_seed(numel)) ** 3
         coded = [nested.quantise(matrix) for matrix in values]
         packed, scales = (torch.cat(planes) for planes in zip(*coded, strict=True))
-        on_device = [nested.quantise(matrix.to(device)) for matrix in values]
-        assert torch.equal(packed, torch.cat([each for each, _ in on_device]).cpu())
-        assert torch.equal(scales, torch.cat([row for _, row in on_device]).cpu())
+        if device != "cpu":
+            on_device = [nested.quantise(matrix.to(device)) for matrix in values]
+            assert torch.equal(packed, torch.cat([each for each, _ in on_device]).cpu())
+            assert torch.equal(scales, torch.cat([row for _, row in on_device]).cpu())
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             expected, found = torch.empty_like(values, dtype=dtype), torch.full_like(values, CANARY, dtype=dtype)
             ops.dequantise_nf4_(expected, packed, scales)

@@ -345,9 +345,15 @@ def bitsandbytes_folder(
     return str(folder), model
 
 
-@pytest.mark.parametrize("backend", ["zo", "adapter"])
-@pytest.mark.parametrize("stream", [{"frozen_dtype": "nf4"}, {}], ids=["nf4", "as shipped"])
-@pytest.mark.parametrize("nests", [False, True])
+@pytest.mark.parametrize(
+    ("nests", "stream", "backend"),
+    [
+        (False, {"frozen_dtype": "nf4"}, "zo"),
+        (False, {}, "adapter"),
+        (True, {"frozen_dtype": "nf4"}, "adapter"),
+        (True, {}, "zo"),
+    ],
+)
 def test_a_checkpoint_of_bitsandbytes(nests: bool, stream: dict[str, Any], backend: str, tmp_path: Path) -> None:
     folder, decoded = bitsandbytes_folder(tmp_path, nests=nests)
     model = load_pretrained(hf.AutoModelForCausalLM, folder, dtype=torch.bfloat16)
