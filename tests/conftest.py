@@ -238,6 +238,31 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.fixture(scope="module")
+def models_are_traced_once() -> Iterator[None]:
+    """Plans of the same model with the same batch and length share its traces, which take most of their time."""
+    import dataclasses
+    import importlib
+
+    from ds_zo import planner
+
+    load_model = planner.load_model
+
+    @functools.cache
+    def loaded(name: str, seq: int, dtype: Any) -> planner.Model:
+        return load_model(name, batch=1, seq=seq, dtype=dtype)
+
+    def load_once(
+        name: str, *, batch: int, seq: int, dtype: Any = "bf16", rates: planner.Rates | None = None
+    ) -> planner.Model:
+        return dataclasses.replace(loaded(name, seq, dtype), batch=batch, rates=rates or planner.Rates())
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (planner, importlib.import_module("ds_zo.planner.plan")):
+            patch.setattr(module, "load_model", load_once)
+        yield
+
+
+@pytest.fixture(scope="module")
 def deterministic() -> Iterator[None]:
     """Kernels of torch whose results have the same bits in each run."""
     import torch

@@ -19,6 +19,8 @@ from ds_zo.cli import main
 from ds_zo.config import backend_of, resolve
 from ds_zo.records.rows import read_objects
 
+pytestmark = pytest.mark.usefixtures("models_are_traced_once")
+
 REPO = Path(__file__).resolve().parents[2]
 PAGE = (REPO / "docs" / "recipes.md").read_text(encoding="utf-8")
 FIVE = {"zo", "lomo", "lsp", "zero_offload", "zero3"}

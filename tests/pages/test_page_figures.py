@@ -83,6 +83,7 @@ def test_the_picture_of_the_readme_is_drawn_from_rows_and_legible_on_a_phone() -
     assert row == {**kept_row, **{key: pytest.approx(kept_row[key], rel=0.02) for key in ("peak_gb", "host_peak_gb")}}
 
 
+@pytest.mark.usefixtures("models_are_traced_once")
 def test_the_speeds_of_many_tokens_are_those_of_the_planner() -> None:
     every = list(rows_of("cpu_many_tokens.jsonl"))
     assert {row["link_gbps"] for row in every} == set(pictures.LINK_COLOURS) == set(many_tokens.LINKS_GBPS)

@@ -284,6 +284,7 @@ def test_commands_name_files_and_options_that_exist(monkeypatch: pytest.MonkeyPa
             assert main(words) == 0
 
 
+@pytest.mark.usefixtures("models_are_traced_once")
 def test_the_plan_is_made_as_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Those of recipes are made by tests/benchmarks/test_recipes.py."""
     of_recipes = {recipe.plan_command for recipe in RECIPES}
