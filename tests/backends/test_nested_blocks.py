@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from tests.helpers.lomo_runs import start, streamed
-from tests.helpers.lsp_runs import CPU, lsp_json
+from tests.helpers.lsp_runs import lsp_json, streamed_lsp
 from tests.helpers.weights import assert_close, parameters_of
 from tests.helpers.zo_runs import log_lines, zo_json
 
@@ -149,7 +149,7 @@ class InEachOther(Toy):
 
 
 STREAMED = {
-    "lsp": lsp_json(zero_optimization={**CPU, "offload_param": {"device": "cpu"}}),
+    "lsp": streamed_lsp(),
     "lomo": streamed(),
     "zo": zo_json(),
 }

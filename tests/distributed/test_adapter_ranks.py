@@ -18,6 +18,7 @@ from pathlib import Path
 import deepspeed, torch
 import ds_zo
 from tests.helpers.adapter_runs import adapted, adapter_json, start, weights
+from tests.helpers.batch_sizes import batch_sizes
 from tests.helpers.tiny_models import tiny_batch
 
 folder = Path(sys.argv[1])
@@ -27,7 +28,9 @@ rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_siz
 def run(*, stage=0, save=None, load=None, first=0, **more):
     config = adapter_json(gradient_clipping=0.1, train_micro_batch_size_per_gpu=4 // world_size, **more)
     config["zero_optimization"]["stage"] = stage
-    engine = start(adapted("rslora"), config)
+    model = adapted("rslora")
+    sizes = batch_sizes(model)
+    engine = start(model, config)
     if load is not None:
         engine.load_checkpoint(str(folder / load))
     mine = slice(rank * 4 // world_size, (rank + 1) * 4 // world_size)
@@ -44,7 +47,7 @@ def run(*, stage=0, save=None, load=None, first=0, **more):
         norms.append(engine.get_global_grad_norm())
         if save is not None and step == 1:
             engine.save_checkpoint(str(folder / save))
-    found = {"state": weights(engine.module), "norms": norms}
+    found = {"state": weights(engine.module), "norms": norms, "samples_at_once": sizes[-1]}
     if engine.backend.blocks.is_streamed:
         found["host"] = engine.backend.blocks.store.store.nbytes
     engine.destroy()
@@ -76,6 +79,12 @@ def test_two_ranks_are_one_of_twice_the_batch(runs: dict[str, Any]) -> None:
             for key, value in one["state"].items():
                 torch.testing.assert_close(two["state"][key], value, rtol=0, atol=1e-5, msg=f"{name} {key}")
                 assert torch.equal(two["state"][key], runs["2-0"][name]["state"][key]), "ranks have the same bits"
+
+
+def test_tiles_are_half_of_a_ranks_batch(runs: dict[str, Any]) -> None:
+    for ranks, found in runs.items():
+        for name, run in found.items():
+            assert run["samples_at_once"] == 4 // int(ranks[0]) // (2 if "tiles" in name else 1), (ranks, name)
 
 
 def test_placements_and_a_resumed_run_are_equal_bit_for_bit(runs: dict[str, Any]) -> None:

@@ -39,9 +39,15 @@ def test_ranks_make_the_run_of_one(num_ranks: int, found: dict[int, list[Any]]) 
     for case, mine in found[num_ranks][0].items():
         alone = found[1][0][case]
         assert mine["skipped"] == alone["skipped"] == (case == "poisoned")
+        assert mine["samples_at_once"] == samples_of(case, num_ranks)
         if case not in ("bf16", "fp16", "streamed bf16"):  # there gradients are rounded before they are averaged
             assert_close(mine["weights"], alone["weights"])
             assert mine["norm"] == (alone["norm"] and pytest.approx(alone["norm"], rel=1e-5)), case
+
+
+def samples_of(case: str, num_ranks: int) -> int:
+    """Samples in a call of a block, of the four that all ranks have together."""
+    return 4 // num_ranks // (2 if "tiles" in case else 1)
 
 
 def test_one_bucket_is_filled_while_one_is_on_its_way(found: dict[int, list[Any]]) -> None:
@@ -145,6 +151,7 @@ def test_sharded_blocks_change_no_bit(num_ranks: int, found: dict[int, list[Any]
             assert mine["digests"] == shards[0][case]["digests"], case
             assert mine["norm"] == (whole[case]["norm"] and pytest.approx(whole[case]["norm"], rel=1e-6)), case
             assert mine["skipped"] == whole[case]["skipped"]
+            assert mine["samples_at_once"] == samples_of(case, num_ranks)
             assert 0 < mine["kept"] * num_ranks <= mine["blocks"] + 2 * 256 * num_ranks, case
             if "streamed" in case:
                 assert whole[case]["norm"] == mine["norm"], case

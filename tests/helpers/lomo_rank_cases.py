@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.ablations import in_turn
+from tests.helpers.batch_sizes import batch_sizes
 from tests.helpers.lomo_runs import config_for, lively, start, streamed
 from tests.helpers.tiny_models import tiny_batch
 from tests.helpers.weights import weights
@@ -32,10 +33,11 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": config_for(lr=1e-2, fp16={"enabled": True, "initial_scale_power": 8}),
     "poisoned": config_for(clipping=0.5),
     "streamed": streamed(clipping=0.5, stream=STAYS_OUT),
-    "streamed, tiles": streamed(clipping=0.5, stream={**STAYS_OUT, "tiles": 2}),
     "streamed, grouped": streamed(clipping=0.5, params=GROUPED, stream=STAYS_OUT),
     "streamed adalomo": streamed("AdaLOMO", lr=1e-2, stream=STAYS_OUT),
-    "streamed, inputs on the host": streamed(clipping=0.5, stream={**STAYS_OUT, "offload_activations": True}),
+    "streamed, tiles, inputs on the host": streamed(
+        clipping=0.5, stream={**STAYS_OUT, "tiles": 2, "offload_activations": True}
+    ),
     "streamed bf16": streamed(lr=1e-2, bf16={"enabled": True}, stream=STAYS_OUT),
 }
 if torch.cuda.is_available():
@@ -115,10 +117,10 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
     small_buckets()
     found = {}
     for name in names:
-        engine = start(
-            with_stage({**CASES[name], "train_micro_batch_size_per_gpu": 4 // num_ranks}, stage),
-            lively("llama", seed=rank),
-        )
+        model = lively("llama", seed=rank)
+        sizes = batch_sizes(model)
+        config = {**CASES[name], "train_micro_batch_size_per_gpu": 4 // num_ranks}
+        engine = start(with_stage(config, stage), model)
         digests = []
         for step in range(3):
             if step == 2:
@@ -138,6 +140,7 @@ def runs(rank: int, names: list[str], stage: int = 0) -> dict[str, Any]:
             "norm": engine.get_global_grad_norm(),
             "skipped": engine.skipped_steps,
             "digests": digests,
+            "samples_at_once": sizes[-1],
             "max_live_buckets": watch.max_live,
             "events": watch.events,
             **stored_nbytes(engine),

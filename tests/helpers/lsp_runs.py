@@ -34,6 +34,13 @@ def lsp_json(*, offload: bool = True, lr: float = 1e-2, clipping: float = 0.0, *
     }
 
 
+def streamed_lsp(*, stream: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """The same, streamed. `stream` is `ds_zo.stream`."""
+    place = {**CPU, "offload_param": {"device": "cpu"}}
+    section = {**more.pop("ds_zo", {}), "stream": stream or {}}
+    return lsp_json(zero_optimization=place, ds_zo=section, **more)
+
+
 def small(name: str = "llama", **overrides: Any) -> nn.Module:
     depth = {"n_layer": 2} if name == "gpt2" else {"num_hidden_layers": 2}
     return lively(name, **{**depth, **overrides})

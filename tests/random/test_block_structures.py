@@ -6,6 +6,7 @@ A failure names the seed of its model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.helpers.lomo_runs import start, streamed
-from tests.helpers.lsp_runs import CPU, identity_projectors, lsp_json
+from tests.helpers.lsp_runs import identity_projectors, lsp_json, streamed_lsp
 from tests.helpers.mezo_reference import PlainMeZO, loss_on
 from tests.helpers.weights import Weights, parameters_of
 from tests.helpers.zo_runs import zo_json
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("single_process")
 
 NUM_STEPS = 4
 
-STREAMED = {**CPU, "offload_param": {"device": "cpu"}}
 ADAM = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-5}
 
 
@@ -45,9 +45,16 @@ def trained(config: dict[str, Any], seed: int) -> tuple[Weights, float]:
         engine.destroy()
 
 
-def plain(seed: int, optimizer: Callable[[Any], torch.optim.Optimizer]) -> tuple[Weights, float]:
+RULES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "AdamW": lambda params: torch.optim.AdamW(params, **ADAM),
+}
+
+
+@cache
+def plain(seed: int, rule: str) -> tuple[Weights, float]:
     model = Generated(seed).train()
-    made = optimizer(model.parameters())
+    made = RULES[rule](model.parameters())
     for step, batch in enumerate(batches(seed, NUM_STEPS)):
         model.clock.turn = step % NUM_TURNS
         model(**batch).backward()
@@ -95,7 +102,7 @@ SEEDS = pytest.mark.parametrize("seed", seeds(20))
 
 @SEEDS
 def test_lomo_is_sgd(seed: int) -> None:
-    expected = plain(seed, lambda params: torch.optim.SGD(params, lr=0.1))
+    expected = plain(seed, "SGD")
     resident = streamed()
     resident["zero_optimization"] = {"stage": 0}
     assert compare(seed, resident, expected, atol=1e-6, what="LOMO")
@@ -104,7 +111,7 @@ def test_lomo_is_sgd(seed: int) -> None:
 
 @SEEDS
 def test_lsp_is_adamw(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = plain(seed, lambda params: torch.optim.AdamW(params, **ADAM))
+    expected = plain(seed, "AdamW")
     own: dict[str, Any] = {**ADAM, "projector": "none"}
     if seed % 2:
         identity_projectors(monkeypatch)
@@ -112,7 +119,7 @@ def test_lsp_is_adamw(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config = lsp_json(params=own)
     assert compare(seed, config, expected, atol=2e-5, what="LSP")
     assert compare(seed, lsp_json(params={**own, "schedule": "sync"}), expected, atol=2e-5, what="LSP sync")
-    compare(seed, lsp_json(params=own, zero_optimization=STREAMED), expected, atol=2e-5, what="LSP streamed")
+    compare(seed, streamed_lsp(params=own), expected, atol=2e-5, what="LSP streamed")
 
 
 @SEEDS
@@ -126,14 +133,15 @@ def test_zo_is_mezo(seed: int) -> None:
     compare(seed, zo_json(params=own, interval=3, resident_blocks=1), expected, atol=2e-5, what="ZO streamed in part")
 
 
-@SEEDS
-def test_tiles_are_whole_batches(seed: int) -> None:
-    """Of four samples; also where a block numbers its samples, and is not tiled."""
-    expected = plain(seed, lambda params: torch.optim.SGD(params, lr=0.1))
-    for tiles in (2, 3):
-        compare(seed, streamed(stream={"tiles": tiles}), expected, atol=1e-6, what=f"LOMO in {tiles} tiles")
-    expected = plain(seed, lambda params: torch.optim.AdamW(params, **ADAM))
-    config = lsp_json(
-        params={**ADAM, "projector": "none"}, zero_optimization=STREAMED, ds_zo={"stream": {"tiles": 1 + seed % 4}}
-    )
-    compare(seed, config, expected, atol=2e-5, what="LSP in tiles")
+def test_tiles_are_whole_batches(log: pytest.LogCaptureFixture) -> None:
+    """Of four samples; also where a block numbers its samples, and is not tiled. Each backend has runs in which all
+    blocks are."""
+    all_tiled = {"LOMO": 0, "LSP": 0}
+    for seed in seeds(20):
+        runs = [("LOMO", streamed(stream={"tiles": tiles}), plain(seed, "SGD"), 1e-6) for tiles in (2, 3)]
+        lsp = streamed_lsp(params={**ADAM, "projector": "none"}, stream={"tiles": 2 + seed % 3})
+        for kind, config, expected, atol in [*runs, ("LSP", lsp, plain(seed, "AdamW"), 2e-5)]:
+            log.clear()
+            trains = compare(seed, config, expected, atol=atol, what=f"{kind}, {config['ds_zo']['stream']}")
+            all_tiled[kind] += trains and "whole batch" not in log.text
+    assert all(all_tiled.values()), all_tiled

@@ -18,7 +18,7 @@ from torch import nn
 from tests.helpers.adapter_runs import adapted, adapter_json, batches
 from tests.helpers.adapter_runs import start as start_adapter
 from tests.helpers.lomo_runs import start
-from tests.helpers.lsp_runs import CPU, lsp_json, small
+from tests.helpers.lsp_runs import lsp_json, small, streamed_lsp
 from tests.helpers.weights import weights
 from tests.random.sizes import seeds
 
@@ -119,9 +119,9 @@ def test_a_change_of_an_adapters_gradient_counts_in_full(seed: int) -> None:
 def test_lsp_refuses_a_change_that_reaches_some_gradients_only(seed: int) -> None:
     rng = random.Random(seed)
     change = rng.choice([clip, zero, replace])
-    place = {**CPU, "offload_param": {"device": "cpu"}} if rng.random() < 0.5 else CPU
-    engine = start(lsp_json(zero_optimization=place, params={"schedule": rng.choice(["sync", "layerwise"])}), small())
-    print(f"seed {seed}: {change.__name__}, {place}")
+    make = streamed_lsp if rng.random() < 0.5 else lsp_json
+    engine = start(make(params={"schedule": rng.choice(["sync", "layerwise"])}), small())
+    print(f"seed {seed}: {change.__name__}, {make.__name__}")
     for i, batch in enumerate(batches(3, seed=seed)):
         engine.backward(engine(**batch).loss)
         if i == 2:

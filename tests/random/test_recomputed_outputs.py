@@ -19,7 +19,7 @@ from ds_zo.backends.recompute.output_check import OutputCheck
 from tests.helpers.adapter_runs import adapter_json
 from tests.helpers.adapter_runs import start as start_adapter
 from tests.helpers.lomo_runs import start, streamed
-from tests.helpers.lsp_runs import CPU, lsp_json
+from tests.helpers.lsp_runs import streamed_lsp
 from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -88,8 +88,7 @@ def engine_of(rng: random.Random, model: nn.Module) -> Any:
     if backend.startswith("lomo"):
         return start(streamed(clipping=1.0 if "clipped" in backend else 0.0, lr=1e-3, stream=stream, **bf16), model)
     if backend == "lsp":
-        place = {**CPU, "offload_param": {"device": "cpu"}}
-        return start(lsp_json(zero_optimization=place, ds_zo={"stream": stream}, lr=1e-4, **bf16), model)
+        return start(streamed_lsp(stream=stream, lr=1e-4, **bf16), model)
     for layer in model.layers:
         layer.inside.requires_grad_(False)
     return start_adapter(model, adapter_json(resident_blocks=0, **stream, **bf16))

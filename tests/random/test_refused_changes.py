@@ -17,17 +17,16 @@ from torch import nn
 from tests.helpers.adapter_runs import adapter_json
 from tests.helpers.adapter_runs import start as start_adapter
 from tests.helpers.lomo_runs import batches, config_for, lively, start, streamed
-from tests.helpers.lsp_runs import CPU, lsp_json
+from tests.helpers.lsp_runs import lsp_json, streamed_lsp
 from tests.helpers.zo_runs import zo_json
 from tests.random.sizes import seeds
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
 SEEDS = pytest.mark.parametrize("seed", seeds(15))
-STREAMED_LSP = {**CPU, "offload_param": {"device": "cpu"}}
 CONFIGS: dict[str, Callable[[], dict[str, Any]]] = {
     "LSP": lsp_json,
-    "LSP, streamed": lambda: lsp_json(zero_optimization=STREAMED_LSP),
+    "LSP, streamed": streamed_lsp,
     "LOMO": config_for,
     "LOMO, streamed": streamed,
     "ZO": zo_json,
@@ -120,7 +119,7 @@ def test_a_block_that_changes_its_input_in_place_is_refused(seed: int) -> None:
     if rng.random() < 0.3:
         engine = start_adapter(model, adapter_json(offload_activations=rng.random() < 0.5))
     else:
-        engine = start(rng.choice([streamed(), lsp_json(zero_optimization=STREAMED_LSP)]), model)
+        engine = start(rng.choice([streamed(), streamed_lsp()]), model)
     with pytest.raises(ValueError, match=rf"block layers\.{at} changes its input in place"):
         engine(torch.randn(2, 4, 8))
     engine.destroy()

@@ -6,7 +6,6 @@ The backend here traces and cuts graphs as the real one does, and leaves out the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,21 +14,12 @@ from torch._dynamo.utils import counters
 
 from ds_zo.backends.recompute import compiled_blocks
 from tests.helpers.lomo_runs import batches, checkpointed, config_for, lively, start, streamed, train, weights_of
-from tests.helpers.lsp_runs import CPU, lsp_json
+from tests.helpers.lsp_runs import lsp_json, streamed_lsp
 from tests.helpers.weights import assert_close, assert_equal, parameters_of
 
 pytestmark = pytest.mark.usefixtures("single_process", "traced")
 
 LAYERS = {"llama": {"num_hidden_layers": 4}, "opt": {"num_hidden_layers": 4}, "gpt2": {"n_layer": 4}}
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(compiled_blocks, "BACKEND", "aot_eager_decomp_partition")
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def run(
@@ -68,10 +58,10 @@ def test_one_graph_for_all_blocks_trains_alike(name: str, settings: dict[str, An
 
 @pytest.mark.parametrize("stream", [False, True], ids=["resident", "streamed"])
 def test_lsp_trains_alike_on_one_graph(stream: bool) -> None:
-    place = {**CPU, "offload_param": {"device": "cpu"}} if stream else CPU
+    make = streamed_lsp if stream else lsp_json
 
     def trained(compiled: bool) -> dict[str, torch.Tensor]:
-        config = lsp_json(clipping=0.5, zero_optimization=place, ds_zo={"compile_blocks": compiled})
+        config = make(clipping=0.5, ds_zo={"compile_blocks": compiled})
         engine = start(config, checkpointed(lively("llama", **LAYERS["llama"]), False))
         train(engine, batches("llama", 3))
         found = parameters_of(engine)

@@ -16,7 +16,7 @@ from ds_zo.backends.recompute.host_inputs import HostInputs, KeptInput
 from ds_zo.streaming.streams import InlineStreams
 from tests.helpers.adapter_runs import adapted, adapter_json, batches, start, train
 from tests.helpers.lomo_runs import lively, streamed
-from tests.helpers.lsp_runs import CPU, lsp_json
+from tests.helpers.lsp_runs import streamed_lsp
 from tests.helpers.stream_clocks import Buffer, Races, buffers_of, clocked
 from tests.helpers.tiny_models import VOCAB
 from tests.helpers.weights import Weights, assert_equal, parameters_of
@@ -24,21 +24,13 @@ from tests.helpers.weights import Weights, assert_equal, parameters_of
 pytestmark = pytest.mark.usefixtures("single_process")
 
 
-def lsp_streamed(*, stream: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {
-        **lsp_json(**more),
-        "zero_optimization": {**CPU, **streamed()["zero_optimization"]},
-        "ds_zo": {"stream": stream},
-    }
-
-
 JSONS: dict[str, Callable[..., dict[str, Any]]] = {
     "LOMO": streamed,
     "LOMO in two passes": partial(streamed, clipping=0.5),
     "LOMO by group": partial(streamed, clipping=0.5, params={"norm_scope": "group"}),
     "AdaLOMO": partial(streamed, "AdaLOMO", lr=1e-2, clipping=0.5),
-    "LSP, several backwards": partial(lsp_streamed, clipping=0.1, params={"schedule": "sync"}),
-    "LSP accumulated": partial(lsp_streamed, gradient_accumulation_steps=2),
+    "LSP, several backwards": partial(streamed_lsp, clipping=0.1, params={"schedule": "sync"}),
+    "LSP accumulated": partial(streamed_lsp, gradient_accumulation_steps=2),
     "adapter accumulated, several backwards": lambda *, stream: adapter_json(
         own=False, gradient_accumulation_steps=2, **stream
     ),
