@@ -248,13 +248,11 @@ def models_are_traced_once() -> Iterator[None]:
     load_model = planner.load_model
 
     @functools.cache
-    def loaded(name: str, seq: int, dtype: Any) -> planner.Model:
-        return load_model(name, batch=1, seq=seq, dtype=dtype)
+    def loaded(name: str, **options: Any) -> planner.Model:
+        return load_model(name, batch=1, **options)
 
-    def load_once(
-        name: str, *, batch: int, seq: int, dtype: Any = "bf16", rates: planner.Rates | None = None
-    ) -> planner.Model:
-        return dataclasses.replace(loaded(name, seq, dtype), batch=batch, rates=rates or planner.Rates())
+    def load_once(name: str, *, batch: int, rates: planner.Rates | None = None, **options: Any) -> planner.Model:
+        return dataclasses.replace(loaded(name, **options), batch=batch, rates=rates or planner.Rates())
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (planner, importlib.import_module("ds_zo.planner.plan")):
