@@ -138,7 +138,7 @@ def check_resumed_runs(name: str, folder: Path) -> None:
     saving.wait_for_checkpoint()
     assert_same_run(seen[11], everything(quiet))
     assert torch.tensor(expected).isfinite().all() and quiet.skipped_steps == 0
-    for at in (4, 5):
+    for at in (4, 5) if "window" in name else (4,):
         resumed = engine_of(name, seed=1)
         play(resumed, Epochs(), 1)  # whatever it was before
         _, client = resumed.load_checkpoint(str(folder), tag=f"at{at}")

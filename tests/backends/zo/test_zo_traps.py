@@ -12,6 +12,7 @@ import random
 from collections import UserDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -377,9 +378,8 @@ def test_a_fold_in_place_that_breaks_off_is_named_until_a_checkpoint_is_loaded(
     num_whole: int, name: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some weights of the unit include the updates and others do not."""
-    json, batches = zo_json(offload=False), toy_batches(5)
-    undisturbed, engine = engine_for(WideNorms(), json), engine_for(WideNorms(), json)
-    expected = train(undisturbed, batches)
+    batches, engine = toy_batches(5), engine_for(WideNorms(), zo_json(offload=False))
+    expected, last_weights = unbroken_run()
     losses = train(engine, batches[:3])
     engine.save_checkpoint(str(tmp_path / "whole"))
     with monkeypatch.context() as patch, pytest.raises(type(error)):
@@ -396,7 +396,13 @@ def test_a_fold_in_place_that_breaks_off_is_named_until_a_checkpoint_is_loaded(
     engine.load_checkpoint(str(tmp_path / "whole"))
     losses += train(engine, batches[3:])
     assert losses == expected
-    assert_equal(weights(engine.module), weights(undisturbed.module))
+    assert_equal(weights(engine.module), last_weights)
+
+
+@cache
+def unbroken_run() -> tuple[list[float], dict[str, torch.Tensor]]:
+    engine = engine_for(WideNorms(), zo_json(offload=False))
+    return train(engine, toy_batches(5)), weights(engine.module)
 
 
 # Randomness
