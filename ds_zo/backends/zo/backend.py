@@ -34,7 +34,7 @@ from ds_zo.backends.zo.checkpoint import ZOCheckpoint
 from ds_zo.backends.zo.cuda_graphs import BlockGraphs
 from ds_zo.backends.zo.lockstep import Lockstep
 from ds_zo.backends.zo.loss_terms import TrainedParameters, marked_outputs
-from ds_zo.backends.zo.member_passes import MemberPasses
+from ds_zo.backends.zo.member_passes import MemberPasses, log_limits
 from ds_zo.backends.zo.members import differences
 from ds_zo.backends.zo.model_check import ModelCheck
 from ds_zo.backends.zo.outputs import loss_of, losses_of, tie, tie_differences, with_floats, with_losses
@@ -84,6 +84,7 @@ class ZOBackend(Backend):
         """Evaluates members of rank-1 noise; None for other noise."""
         if self.store.members is not None:
             self._members = MemberPasses(module, self.store, self.settings, num_members=own)
+            log_limits(self.store.blocks.placement, graphs=config.section.cuda_graphs and device.type == "cuda")
         graphs = config.section.cuda_graphs and device.type == "cuda" and self._members is None
         self._graphs = BlockGraphs(self.store, lockstep, device=device) if graphs else None
         self._activations = Activations(module)

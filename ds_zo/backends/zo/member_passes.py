@@ -17,6 +17,8 @@ from ds_zo.backends.zo.outputs import floats_of, with_floats
 from ds_zo.backends.zo.pass_inputs import PassInputs, has_rows
 from ds_zo.backends.zo.store import ZOStore
 from ds_zo.config import ZOParams
+from ds_zo.logs import show
+from ds_zo.streaming.placement import Placement
 
 _CHECK_SCALE = 10
 """The check's noise has this many times the scale of `zo_eps`, so that rounding hides less of it."""
@@ -124,6 +126,15 @@ class MemberPasses:
                     'noise "rank1" compares rows of one pass, in which dropout differs from row to row, got '
                     f'{name} with p={m.p:g}: set the dropout of the model to 0, or use noise "mezo"'
                 )
+
+
+def log_limits(placement: Placement, *, graphs: bool) -> None:
+    """Logs what rank-1 noise leaves out. `graphs`: whether blocks would be recorded with other noise."""
+    trained = [p for unit in placement.units for p in unit.placed if p.trainable]
+    vectors = sum(len(p.shape) < 2 for p in trained)
+    left_out = f"{vectors} of {len(trained)} trained parameters are vectors, which get weight decay alone"
+    slower = "; blocks run without CUDA graphs (ds_zo.cuda_graphs)" if graphs else ""
+    show(f'ds_zo: noise "rank1" is for matrices: {left_out}{slower}')
 
 
 def no_losses() -> ValueError:

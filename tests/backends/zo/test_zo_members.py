@@ -146,7 +146,7 @@ def test_scores_are_shaped_among_the_members_of_a_sequence() -> None:
 
 
 @pytest.mark.parametrize("num_members", [2, 8])
-def test_outputs_have_the_rows_of_the_batch(num_members: int) -> None:
+def test_outputs_have_the_rows_of_the_batch(num_members: int, log: pytest.LogCaptureFixture) -> None:
     model = small()
     plain = PlainMembers(model, num_members=num_members)
     batch = tiny_batch("llama")
@@ -154,6 +154,9 @@ def test_outputs_have_the_rows_of_the_batch(num_members: int) -> None:
     assert logits.shape[:2] == batch["input_ids"].shape
     last = plain.logits(batch, member=num_members - num_members // 4 if num_members > 4 else 1)
     assert torch.allclose(logits[-1], last[-1], atol=1e-6)
+    parameters = list(model.parameters())
+    vectors = sum(p.ndim == 1 for p in parameters)
+    assert f"{vectors} of {len(parameters)} trained parameters are vectors, which get weight decay alone" in log.text
 
 
 JSONS = {
