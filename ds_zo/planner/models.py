@@ -15,6 +15,7 @@ from torch import nn
 
 from ds_zo.backends.common import chunked_loss
 from ds_zo.backends.common.chunked_head import ChunkedHeads, DeferredLogits, PassWeights
+from ds_zo.backends.common.chunked_norm import ChunkedNorms
 from ds_zo.config.json_text import parse_json
 from ds_zo.planner.low_rank import low_rank_adapters
 from ds_zo.planner.rates import Rates
@@ -151,7 +152,8 @@ class Model:
     @contextmanager
     def _chunked_heads(self, pass_weights: PassWeights | None = None) -> Iterator[None]:
         heads = ChunkedHeads(chunked_loss.models_with_causal_loss(self.module), pass_weights=pass_weights)
-        with heads.deferred({"labels": True}), self._chunked_losses():
+        norms = ChunkedNorms(self.module, self.blocks).in_chunks() if pass_weights is None else nullcontext()
+        with norms, heads.deferred({"labels": True}), self._chunked_losses():
             yield
 
     @contextmanager

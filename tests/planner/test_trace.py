@@ -13,10 +13,10 @@ from torch.nn import functional
 
 from ds_zo.backends.common.chunked_loss import CausalLosses, losses_in_chunks, models_with_causal_loss
 from ds_zo.planner import Rates
-from ds_zo.planner.timeline import Trace
+from ds_zo.planner.timeline import PassPhase, Trace
 from ds_zo.planner.trace import trace_pass
 from ds_zo.streaming.blocks import find_blocks
-from tests.helpers.tiny_models import tiny_batch, tiny_model
+from tests.helpers.tiny_models import VOCAB, tiny_batch, tiny_model
 from tests.planner.planned_models import planned
 
 WIDTH, ROWS, DEPTH = 32, 8, 4
@@ -126,6 +126,29 @@ def test_the_head_on_paper_takes_what_the_chunked_head_takes(backward: bool, mon
         real = trace_pass(model, batch, blocks=blocks, rates=Rates(), vocab_size=vocabulary, backward=backward)
     assert on_paper().peak.total == pytest.approx(real.peak.total, rel=0.001)
     assert on_paper().peak.total < whole.peak.total / 2
+
+
+def test_the_last_norm_on_paper_takes_what_the_chunked_norm_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def around(trace: Trace) -> int:
+        return max(
+            s.at_peak.total for s in trace.sections if s.at_peak and (s.block is None or s.phase is PassPhase.AROUND)
+        )
+
+    def on_paper() -> int:
+        return around(planned("llama", batch=16, seq=32).backward_trace(checkpointing=False, loss_in_chunks=True))
+
+    monkeypatch.setattr("ds_zo.backends.common.chunked_head.HEAD_CHUNK_NUMEL", 8 * VOCAB)
+    monkeypatch.setattr("ds_zo.backends.common.chunked_loss.LOSS_CHUNK_NUMEL", 8 * VOCAB)
+    whole = on_paper()
+    monkeypatch.setattr("ds_zo.backends.common.chunked_norm.NORM_CHUNK_NUMEL", 128)
+    model, batch = tiny_model("llama"), tiny_batch("llama", batch_size=16, length=32)
+    batch.pop("attention_mask")
+    model.config.use_cache = False  # type: ignore[union-attr]
+    blocks = list(find_blocks(model).values())
+    with CausalLosses(model).in_chunks(batch):
+        real = trace_pass(model, batch, blocks=blocks, rates=Rates(), vocab_size=VOCAB, backward=True)
+    assert on_paper() == pytest.approx(around(real), rel=0.01)
+    assert on_paper() < 0.6 * whole
 
 
 def test_a_process_that_has_used_zero3_plans_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:

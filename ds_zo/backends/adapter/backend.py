@@ -68,7 +68,7 @@ class AdapterBackend(RecomputedBackend):
         self._num_applied = 0
         """Steps that this engine has not skipped."""
         self._caches = Caches(module)
-        self._causal_losses = CausalLosses(module)
+        self._causal_losses = CausalLosses(module, blocks=config.section.stream.blocks)
         chosen = resident_ids(module, self.param_groups)
         self.blocks: ModelBlocks = ModelBlocks(module, device=device)
         if self.places_parameters(config):

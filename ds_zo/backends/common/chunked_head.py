@@ -14,7 +14,7 @@ of all logits, as the head does without chunks, and logs one line. Their gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -23,7 +23,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_map_only
 
-from ds_zo.backends.common.plain_copies import Hook, own_forward
+from ds_zo.backends.common.chunked_rows import (
+    Gradients,
+    ReplacedForwards,
+    RowFunction,
+    autocast_of,
+    has_class_forward,
+)
+from ds_zo.backends.common.plain_copies import Hook
 from ds_zo.logs import show
 
 HEAD_CHUNK_NUMEL = 2**25
@@ -35,7 +42,6 @@ _RECORDED = _PRODUCTS | {"tanh", "float", "to", "contiguous"}
 """Names of the operations that are recorded if all their other arguments are numbers or dtypes."""
 _OF_STORAGE = frozenset(("numpy", "tolist", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__"))
 _OF_COPIES = frozenset(("__repr__", "__reduce_ex__", "__deepcopy__"))
-_Gradients = tuple[torch.Tensor | None, ...]
 _Use = Callable[[], AbstractContextManager[None]]
 """Returns a context in which a head has the weights of one of its calls. Entering it raises if these weights do not
 exist."""
@@ -49,7 +55,7 @@ class PassWeights(Protocol):
         (`chunk_nbytes`)."""
 
 
-class _Head:
+class _Head(RowFunction):
     """One call of a head: its inputs, and the operations that follow on its logits."""
 
     def __init__(
@@ -64,14 +70,13 @@ class _Head:
     ) -> None:
         """`num_rows`: tokens of a chunk. `use`: None where the head's parameters hold its weights. `on_read` is called
         when the values of all logits are computed."""
-        self._function = _Function(module, forward)
+        super().__init__(module, forward, device=hidden.device, num_rows=num_rows)
         self._hidden = hidden.detach()
         self.has_graph = use is None
-        self.parameters = {n: p for n, p in self._function.named_parameters() if p.requires_grad and self.has_graph}
-        self.num_rows, self._on_read = num_rows, on_read
-        self._use = _while_unchanged(list(self._function.parameters())) if use is None else use
+        self.parameters = self.parameters if self.has_graph else {}
+        self._on_read = on_read
+        self._use = _while_unchanged(list(self.function.parameters())) if use is None else use
         self.operations: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
-        self._autocast = _autocast(hidden.device.type)
         self.values: torch.Tensor | None = None
         """All logits, if they were read."""
 
@@ -91,14 +96,9 @@ class _Head:
         vars(found).update(vars(self), operations=(*self.operations, operation))
         return found
 
-    def logits(self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """The logits of some tokens. `parameters` take the place of the head's own."""
-        with self._autocast:
-            found: torch.Tensor = (
-                torch.func.functional_call(self._function, dict(parameters), (hidden,))
-                if parameters
-                else self._function(hidden)
-            )
+    def of(self, rows: torch.Tensor, parameters: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The logits of some tokens, after the recorded operations."""
+        found = super().of(rows, parameters)
         for operation in self.operations:
             found = operation(found)
         return found
@@ -108,7 +108,7 @@ class _Head:
         if self.values is None:
             with self._use(), torch.no_grad():
                 self._on_read()
-                self.values = self.logits(self._hidden)
+                self.values = self.of(self._hidden)
         return self.values
 
     def summed_loss(self, targets: torch.Tensor, *, ignore_index: int, num_rows: int) -> torch.Tensor:
@@ -119,54 +119,8 @@ class _Head:
         with self._use():
             hidden = self._hidden.reshape(-1, self._hidden.shape[-1])
             for chunk, wanted in zip(hidden.split(of_head), targets.split(of_head), strict=True):
-                add_losses_(total, self.logits(chunk), wanted, ignore_index=ignore_index, num_rows=num_rows)
+                add_losses_(total, self.of(chunk), wanted, ignore_index=ignore_index, num_rows=num_rows)
         return total
-
-    def gradients(
-        self,
-        pull: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]],
-        hidden: torch.Tensor,
-        wanted: Sequence[bool],
-        *,
-        in_chunks: bool,
-    ) -> _Gradients:
-        """Gradients of `hidden` and of each parameter. `pull` takes the logits and the index of a chunk, and returns an
-        output and its gradient. `wanted`: which gradients are needed."""
-        names = [name for name, is_wanted in zip(self.parameters, wanted[1:], strict=True) if is_wanted]
-        leaves = {name: self.parameters[name].detach().requires_grad_() for name in names}
-        totals: dict[str, torch.Tensor] = {}
-        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
-        chunks = self.chunks(hidden) if in_chunks else (hidden,)
-        for index, chunk in enumerate(chunks):
-            with torch.enable_grad():
-                x = chunk.detach().requires_grad_(wanted[0])
-                output, grad = pull(self.logits(x, leaves), index)
-                inputs = [x] * wanted[0] + list(leaves.values())
-                found = list(torch.autograd.grad(output, inputs, grad, materialize_grads=True))
-            if of_hidden is not None:
-                (self.chunks(of_hidden)[index] if in_chunks else of_hidden).copy_(found.pop(0))
-            for name, grad_of_p in zip(names, found, strict=True):
-                if name in totals:
-                    totals[name] += grad_of_p
-                else:
-                    totals[name] = _float32_copy(grad_of_p) if in_chunks else grad_of_p
-            del output, grad, found
-        return of_hidden, *(totals[n].to(p.dtype) if n in totals else None for n, p in self.parameters.items())
-
-    def chunks(self, hidden: torch.Tensor) -> Sequence[torch.Tensor]:
-        return hidden.reshape(-1, hidden.shape[-1]).split(self.num_rows)
-
-
-def _autocast(device: str) -> AbstractContextManager[Any]:
-    """A context with the autocast settings that are in force here."""
-    if not torch.amp.is_autocast_available(device):
-        return nullcontext()
-    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-    return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
-
-
-def _float32_copy(grad: torch.Tensor) -> torch.Tensor:
-    return grad.to(torch.promote_types(grad.dtype, torch.float32), copy=True)
 
 
 def _while_unchanged(parameters: Sequence[nn.Parameter]) -> _Use:
@@ -193,17 +147,6 @@ def add_losses_(
         rows, targets = rows[:num_rows], targets[:num_rows]
     for chunk, wanted in zip(rows.split(num_rows), targets.split(num_rows), strict=True):
         total += cross_entropy(chunk.float(), wanted, ignore_index=ignore_index, reduction="sum")
-
-
-class _Function(nn.Module):
-    """A head's own forward, without the hooks of the head."""
-
-    def __init__(self, head: nn.Module, forward: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.head, self._forward = head, forward
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._forward(hidden)
 
 
 class DeferredLogits(torch.Tensor):
@@ -292,7 +235,7 @@ class _Defer(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> _Gradients:
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
         hidden, *_ = ctx.saved_tensors
         wanted = ctx.needs_input_grad[2:]
         return None, None, *ctx.head.gradients(lambda logits, _: (logits, grad), hidden, wanted, in_chunks=False)
@@ -317,7 +260,7 @@ class _SummedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> _Gradients:
+    def backward(ctx: Any, grad: torch.Tensor) -> Gradients:
         hidden, targets, *_ = ctx.saved_tensors
         head, wanted = ctx.head, targets.split(ctx.head.num_rows)
 
@@ -325,7 +268,7 @@ class _SummedLoss(torch.autograd.Function):
             loss = cross_entropy(logits.float(), wanted[index], ignore_index=ctx.ignore_index, reduction="sum")
             return loss, grad
 
-        return None, None, None, None, *head.gradients(pull, hidden, ctx.needs_input_grad[4:], in_chunks=True)
+        return None, None, None, None, *head.gradients(pull, hidden, ctx.needs_input_grad[4:])
 
 
 class ChunkedHeads:
@@ -336,8 +279,7 @@ class ChunkedHeads:
         else in forwards that a backward may follow."""
         self._models = models
         self._pass_weights = pass_weights
-        self._forwards: dict[nn.Module, Callable[..., torch.Tensor]] = {}
-        """The forwards that defer. Each is made once, because torch.compile compiles again for a new function."""
+        self._replaced = ReplacedForwards(self._deferring)
         self._samples: dict[Any, torch.Tensor] = {}
         """Logits without tokens, by head and dtypes."""
         self._read_logged = False
@@ -348,11 +290,7 @@ class ChunkedHeads:
         computes no loss, so the caller wants the logits."""
         with ExitStack() as stack:
             for head in self._heads() if call.get("labels") is not None else ():
-                if head not in self._forwards:
-                    self._forwards[head] = self._deferring(head, head.forward)
-                before = vars(head).get("forward")
-                head.forward = self._forwards[head]  # type: ignore[method-assign]
-                stack.callback(_restore_forward, head, before)
+                stack.callback(self._replaced.replace(head))
             yield
 
     def _heads(self) -> list[nn.Module]:
@@ -397,7 +335,7 @@ class ChunkedHeads:
         autocast = torch.get_autocast_dtype(device) if has_autocast else None
         key = head, hidden.device, hidden.dtype, next((p.dtype for p in head.parameters()), None), autocast
         if key not in self._samples:
-            with torch.no_grad(), _autocast(device):  # without autocast's cache, whose copies have no graph
+            with torch.no_grad(), autocast_of(device):  # without autocast's cache, whose copies have no graph
                 self._samples[key] = forward(hidden.detach().reshape(-1, hidden.shape[-1])[:1])[:0].clone()
         return self._samples[key]
 
@@ -410,17 +348,9 @@ class ChunkedHeads:
             )
 
 
-def _restore_forward(head: nn.Module, before: Any) -> None:
-    if before is None:
-        del vars(head)["forward"]
-    else:
-        head.forward = before  # type: ignore[method-assign]
-
-
 def _can_defer(head: nn.Module) -> bool:
     """Whether logits of some tokens do not depend on other tokens, on random numbers or on hooks."""
-    has_own_forward = getattr(own_forward(head), "__func__", None) is type(head).forward
-    if not has_own_forward or head._backward_hooks or head._backward_pre_hooks:
+    if not has_class_forward(head) or head._backward_hooks or head._backward_pre_hooks:
         return False
     for m in head.modules():
         if isinstance(m, nn.modules.dropout._DropoutNd) and m.training and m.p > 0:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, pad
 
 from ds_zo.backends.common.chunked_head import ChunkedHeads, DeferredLogits, PassWeights, add_losses_
+from ds_zo.backends.common.chunked_norm import ChunkedNorms
+from ds_zo.streaming.blocks import find_blocks
 
 LOSS_CHUNK_NUMEL = 2**22
 """Logits that the loss of ZO and LOMO converts to float32 at a time: 16 MB, and 16 MB for their log-softmax."""
@@ -167,18 +169,23 @@ def losses_in_chunks(
 
 
 class CausalLosses:
-    """The heads and losses of the models inside a module that have a causal loss."""
+    """The norms outside of the blocks of a module, and the heads and losses of the models inside it that have a causal
+    loss."""
 
-    def __init__(self, module: nn.Module, *, pass_weights: PassWeights | None = None) -> None:
-        """`pass_weights`: see `ChunkedHeads`."""
+    def __init__(
+        self, module: nn.Module, *, blocks: str | Sequence[str] | None = None, pass_weights: PassWeights | None = None
+    ) -> None:
+        """`blocks`: see `find_blocks`. `pass_weights`: see `ChunkedHeads`."""
         self._models = models_with_causal_loss(module)
         self._heads = ChunkedHeads(self._models, pass_weights=pass_weights)
+        self._norms = ChunkedNorms(module, find_blocks(module, blocks).values()) if pass_weights is None else None
 
     @contextmanager
     def in_chunks(self, call: Mapping[str, Any]) -> Iterator[None]:
-        """Context of a training forward: heads and losses are computed in chunks of tokens where that saves memory.
-        `call`: the keywords of the forward."""
-        with losses_in_chunks(self._models), self._heads.deferred(call):
+        """Context of a training forward: norms, heads and losses are computed in chunks of tokens where that saves
+        memory. `call`: the keywords of the forward."""
+        norms = nullcontext() if self._norms is None else self._norms.in_chunks()
+        with norms, losses_in_chunks(self._models), self._heads.deferred(call):
             yield
 
     @contextmanager

@@ -88,7 +88,7 @@ class LOMOBackend(RecomputedBackend):
         self._window = AccumulationWindow(
             SkippedUpdates(device), accumulation=self.settings.accumulation, params_at=config.params_at
         )
-        self._causal_losses = CausalLosses(module)
+        self._causal_losses = CausalLosses(module, blocks=config.section.stream.blocks)
         self._caches = Caches(module)
         self._compiler = BlockCompiler(backward_twice=self._two_passes) if config.section.compile_blocks else None
         self.make_blocks(compiler=self._compiler)

@@ -96,7 +96,7 @@ class LSPBackend(RecomputedBackend):
         self._warn_of_ignored_settings()
         self._compiler = BlockCompiler() if config.section.compile_blocks else None
         self._caches = Caches(module)
-        self._causal_losses = CausalLosses(module)
+        self._causal_losses = CausalLosses(module, blocks=config.section.stream.blocks)
         self._pending_update = PendingUpdate(weakly(self._apply_pending_to_unit))
         self.make_blocks(preparation=self._pending_update, compiler=self._compiler)
         streams = self.blocks.streams

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ds_zo.streaming.budget import MARGIN_NBYTES
 from tests.helpers.adapter_runs import adapted, adapter_json
 from tests.helpers.adapter_runs import start as start_adapter
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.lomo_runs import lively, start, streamed, train
 from tests.helpers.lsp_runs import CPU, lsp_json
 from tests.helpers.tile_number_cases import BATCH, Net, Wide, budget, inputs, steps
@@ -24,24 +22,6 @@ from tests.helpers.weights import assert_close, assert_equal, parameters_of
 from tests.helpers.zoo import seeded
 
 pytestmark = pytest.mark.usefixtures("single_process")
-
-
-class LiveBytes(TorchDispatchMode):
-    """Records the most bytes that were alive at a time, of tensors made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._alive: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        found = func(*args, **(kwargs or {}))
-        made = [x.untyped_storage() for x in tree_leaves(found) if isinstance(x, torch.Tensor)]
-        self._alive |= {s._cdata: weakref.ref(s) for s in made if s._cdata not in given}
-        self._alive = {key: ref for key, ref in self._alive.items() if ref() is not None}
-        self.peak = max(self.peak, sum(storage.nbytes() for ref in self._alive.values() if (storage := ref())))
-        return found
 
 
 class Dropping(Wide):
