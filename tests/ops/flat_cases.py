@@ -39,8 +39,8 @@ MATRIX_SEGMENTS = (
     ops.Segment(start=2048, numel=1536, offset=2000, group=1, matrix=ops.Matrix(2000, 24, 64)),
     ops.Segment(start=3584, numel=610, offset=3536, still=(3576, 3596), matrix=ops.Matrix(3536, 61, 10)),
     ops.Segment(start=4352, numel=512, offset=5008, matrix=ops.Matrix(5004, 20, 32)),
-    ops.Segment(start=4864, numel=520, offset=2**35 - 96, group=0, matrix=ops.Matrix(2**35 - 144, 30, 24)),
-    ops.Segment(start=5632, numel=64, offset=2**35 + 800, trainable=False, matrix=ops.Matrix(2**35 + 800, 8, 8)),
+    ops.Segment(start=4864, numel=520, offset=2**35 + 32, group=0, matrix=ops.Matrix(2**35 - 16, 30, 24)),
+    ops.Segment(start=5632, numel=64, offset=2**35 + 552, trainable=False, matrix=ops.Matrix(2**35 + 552, 8, 8)),
 )
 # Matrices of whole lanes: one in two pieces, the second from the middle of a row, and one beyond 2**33.
 LANE_MATRIX_SEGMENTS = (

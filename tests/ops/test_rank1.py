@@ -136,6 +136,19 @@ def test_replaying_k_entries_equals_k_folds_bit_for_bit() -> None:
     assert torch.equal(at_once.storage, one_by_one.storage)
 
 
+def test_copies_are_rounded_by_the_dither_of_normal_noise() -> None:
+    vector = ops.Segment(start=0, numel=1001, offset=3)
+    found = []
+    for segment, distribution in ((vector, "rank1"), (replace(vector, still=(3, 1004)), "normal")):
+        flat = Flat.make(torch.float32, segments=(segment,))
+        out = torch.zeros_like(flat.storage, dtype=torch.bfloat16)
+        call = flat.call(copies=ops.Copies(out, scale=1e-3), seed=SEED, step=9, distribution=distribution)
+        ops.replay_perturb(call.source, table=call.table, noise=call.noise, copies=call.copies)
+        found.append(out)
+    assert torch.equal(*found)
+    assert not torch.equal(found[0].float(), Flat.make(torch.float32, segments=(vector,)).storage.bfloat16().float())
+
+
 def test_members_are_uncorrelated() -> None:
     table = ops.build_table([ops.Segment(0, 200 * 300, 8, matrix=ops.Matrix(8, 200, 300))], "cpu")
     out = torch.empty(64, table.factors.numel)

@@ -285,7 +285,7 @@ def test_only_weights_that_checkpoints_quantise_are_stored_in_fewer_bits() -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rank1_noise_of_a_unit_is_an_outer_product_in_each_matrix(dtype: torch.dtype) -> None:
-    shapes, placed, offset = [(7, 40), (30,), (2, 3, 8), ()], [], 0
+    shapes, placed, offset = [(7, 40), (30,), (2, 3, 8), (), (4, 0)], [], 0
     for i, shape in enumerate(shapes):
         placed.append(PlacedParameter(f"p{i}", nn.Parameter(torch.zeros(shape, dtype=dtype)), offset, 0, True))
         offset += placed[-1].numel
