@@ -181,7 +181,6 @@ Adapter | ds_zo.stream.wire_dtype = "fp8" | must be auto
 Adapter | optimizer.params.adam_w_mode = false | must be true
 ZO | optimizer.params.num_members = 4 | needs noise "rank1" & got 4 & remove one
 ZO | optimizer.params.noise = "rank1", optimizer.params.num_directions = 2 | needs noise "mezo" & remove one
-ZO | optimizer.params.noise = "rank1", optimizer.params.antithetic = false, optimizer.params.num_members = 1 | >= 2
 ZO | optimizer.params.compute_dtype = "bf16", optimizer.params.noise = "rank1" | got autocast & set bf16.enabled
 LSP | ds_zo.stream.wire_dtype = "fp8" | the model's fp32 under lsp & "fp8"
 LSP | ds_zo.stream.master = "split" | belongs to ZO & under lsp

@@ -113,7 +113,8 @@ class ZOParams(OptimizerParams):
 
     shaping: Literal["none", "zscore", "rank"] = "none"
     """With noise rank1: what takes the place of the losses of a rank's members before they are compared. zscore: their
-    distance from the mean in standard deviations; rank: their place in the order, from -0.5 to 0.5."""
+    distance from the mean in standard deviations; rank: their place in the order, from -0.5 to 0.5. |g| is then about
+    1 / zo_eps, whatever the losses: choose `lr` for it."""
 
     clip_projected_grad: float | None = Field(None, gt=0)
     """Largest |g| that a step uses, where g is the projected gradient; null: no limit. `gradient_clipping` does not
@@ -173,12 +174,6 @@ class ZOParams(OptimizerParams):
                 needed = "mezo" if self.noise == "rank1" else "rank1"
                 text = f'{name} needs noise "{needed}", got {shown(value)} with noise "{self.noise}"; remove one'
                 raise rule_error(text, field=name)
-        if self.noise == "rank1" and self.num_members == 1 and not self.antithetic:
-            text = (
-                "num_members must be >= 2 without antithetic, because members are compared with their mean, got 1; "
-                "raise it"
-            )
-            raise rule_error(text, field="num_members")
         return self
 
     @model_validator(mode="after")

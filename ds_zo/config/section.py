@@ -83,10 +83,10 @@ class StreamConfig(ConfigModel):
         None, ge=1, le=65536
     )
     """{readers}: slices of the batch over which each block runs, one after another, so that its activations exist for
-    one slice at a time; null: the fewest with which the first batch fits the device, and 1 on a CPU. A resumed run
-    keeps the number. Raise the micro-batch, and leave `gradient_accumulation_steps` at 1. Gradients are summed over
-    slices in float32. A block that mixes samples, or changes its buffers, runs on the whole batch, as a log
-    line says."""
+    one slice at a time; null: the fewest with which the first batch fits the device, and 1 on a CPU without
+    `device_memory_gb`. Later batches may be larger: name a number then. A resumed run keeps the number. Raise the
+    micro-batch, and leave `gradient_accumulation_steps` at 1. Gradients are summed over slices in float32. A block that
+    mixes samples, or changes its buffers, runs on the whole batch, as a log line says."""
 
     master: Annotated[
         Literal["split", "wire"],

@@ -80,26 +80,23 @@ class ExpertLayers:
         modules: list[Any] = list(unit.module.modules())
         layers = [m for m in modules if any(id(p) in stacks for p in m._parameters.values())]
         wrappers = [m for m in modules if type(m).__name__ == "ParamWrapper"]
-        self._layers = [
-            (
-                layer,
-                {w.parameter_name: w for w in wrappers if w.get_base_layer() is layer and w.parameter_name in names},
-            )
-            for layer, names in zip(layers, map(_stack_names, layers), strict=True)
-        ]
-        """Each layer, and the wrappers of its stacks by the stack's name."""
+        self._forwards: list[tuple[nn.Module, Any]] = []
+        """Each layer and each wrapper of its stacks, and what takes the place of its forward. They are made once,
+        because torch.compile compiles again for a new function."""
+        for layer in layers:
+            names = _stack_names(layer)
+            own = {w.parameter_name: w for w in wrappers if w.get_base_layer() is layer and w.parameter_name in names}
+            self._forwards.append((layer, partial(_forward, layer, own)))
+            self._forwards += [(wrapper, partial(_forward_of_base, wrapper)) for wrapper in own.values()]
 
     def attach(self) -> None:
         """From now until `detach`, the layers are computed in groups."""
-        for layer, wrappers in self._layers:
-            vars(layer)["forward"] = partial(_forward, layer, wrappers)
-            for wrapper in wrappers.values():
-                vars(wrapper)["forward"] = partial(_forward_of_base, wrapper)
+        for m, forward in self._forwards:
+            vars(m)["forward"] = forward
 
     def detach(self) -> None:
-        for layer, wrappers in self._layers:
-            for m in (layer, *wrappers.values()):
-                vars(m).pop("forward", None)
+        for m, _ in self._forwards:
+            vars(m).pop("forward", None)
 
 
 @dataclass(frozen=True)

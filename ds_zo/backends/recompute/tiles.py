@@ -263,7 +263,7 @@ class _Trial:
         """Raises `Untiled` if an output has no batch dimension, or if the samples depend on each other."""
         with _undone(self._profile) as changes, ExitStack() as stack:
             both, others = self._run(self._two)
-            changes.check_state()
+            changes.check_first_run()
             if changes.has_drawn():
                 stack.enter_context(_WithoutDropout())
                 changes.reset_random()
@@ -289,6 +289,7 @@ class _Trial:
                     theirs = [_half(t, k, i) for t, k in zip(found, rows, strict=True)]
                     self._compare(theirs, mine, share=0.0, reason="one sample changes the outputs of another")
             self._check_backward()
+            changes.check_every_run()
 
     def _check_backward(self) -> None:
         """Raises if the backward pass makes gradients of inputs from gradients of zero."""
@@ -363,12 +364,19 @@ class _Changes:
     """What forwards have changed besides their outputs."""
 
     def __init__(self, profile: BlockProfile) -> None:
-        self._profile, self._state = profile, SavedState.of(profile.module)
+        self._profile = profile
+        self._first, self._every = SavedState.of(profile.module), SavedState.of(profile.module)
         self._random, self._python = profile.random.get_state(), RandomState.python_state()
 
-    def check_state(self) -> None:
+    def check_first_run(self) -> None:
+        self._check(self._first)
+
+    def check_every_run(self) -> None:
+        self._check(self._every)
+
+    def _check(self, state: SavedState) -> None:
         """Raises `Untiled` if the state of modules, or the generators of Python and numpy, have changed."""
-        changed = self._state.keep_changed()
+        changed = state.keep_changed()
         if len(changed):
             in_buffers = any(is_buffer for *_, is_buffer in changed.values)
             raise Untiled(f"it changes its {'buffers' if in_buffers else 'attributes'}", is_final=True)
@@ -384,7 +392,7 @@ class _Changes:
 
     def undo(self) -> None:
         """Restores the state of modules and the random states."""
-        self._state.restore()
+        self._every.restore()
         self.reset_random()
         RandomState.set_python_state(self._python)
 

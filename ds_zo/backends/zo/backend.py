@@ -48,7 +48,7 @@ from ds_zo.checkpoint.export import Spec, Stream
 from ds_zo.checkpoint.reader import Saved
 from ds_zo.checkpoint.snapshot import Snapshot, persistent_buffers
 from ds_zo.checkpoint.stock import Weights, check_weights
-from ds_zo.config import Resolved, ZOParams
+from ds_zo.config import ConfigError, Resolved, ZOParams
 from ds_zo.logs import show
 from ds_zo.streaming.intercepted import without_interception
 from ds_zo.streaming.units import Unit
@@ -77,9 +77,15 @@ class ZOBackend(Backend):
             at=config.params_at,
             divides_members=self.settings.noise == "rank1",
         )
+        own = self.ranks.num_own_directions
+        if self.settings.noise == "rank1" and not self.settings.antithetic and own < 2:
+            raise ConfigError(
+                "without antithetic, members of a rank are compared with their mean, so each rank needs two of them, "
+                "got one; raise num_members",
+                at=f"{config.params_at}.num_members",
+            )
         self.store = ZOStore(module, config, param_groups=self.param_groups, device=device, ranks=self.ranks)
         lockstep = Lockstep(device)
-        own = self.ranks.num_own_directions
         self._members: MemberPasses | None = None
         """Evaluates members of rank-1 noise; None for other noise."""
         if self.store.members is not None:

@@ -51,10 +51,13 @@ class MemberForwards:
         self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._own_scratch: dict[int, torch.Tensor] = {}
         """Memory for the factors of each pass-long unit, by the unit's id."""
-        self._stand_ins = [
-            StandIn.put(m, "forward", partial(self._call, name, m, m.forward))
-            for m, name in _owners(module, placement, at=at).items()
-        ]
+        self._owners = _owners(module, placement, at=at)
+        self._stand_ins: list[StandIn] = []
+
+    def attach(self) -> None:
+        """From now until `close`, the forwards add noise."""
+        for m, name in self._owners.items():
+            self._stand_ins.append(StandIn.put(m, "forward", partial(self._call, name, m, m.forward)))
 
     def close(self) -> None:
         for stand_in in self._stand_ins:
@@ -64,6 +67,11 @@ class MemberForwards:
     def nbytes(self) -> int:
         """Bytes of all factors."""
         return sum(t.numel() for t in (self._scratch, *self._own_scratch.values()))
+
+    def replay_nbytes(self, num_pending: int) -> int:
+        """Bytes of the factors of so many pending members, which a launch over a block draws again."""
+        tables = (table for unit in self._placement.blocks for table in self._tables(unit))
+        return num_pending * max((table.factors.numel * table.factor_dtype.itemsize for table in tables), default=0)
 
     def _tables(self, unit: Unit) -> list[ops.SegmentTable]:
         tables = (part.table(self._device) for part in unit.parts if not part.frozen)
@@ -106,10 +114,10 @@ class MemberForwards:
 
     def _scratch_of(self, unit: Unit) -> torch.Tensor:
         if any(unit is other for other in self._placement.pass_long):
-            if id(unit) not in self._own_scratch:
-                nbytes = self._nbytes(unit)
-                self._own_scratch[id(unit)] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            return self._own_scratch[id(unit)]
+            scratch, nbytes = self._own_scratch.get(id(unit)), self._nbytes(unit)
+            if scratch is None or len(scratch) < nbytes:  # parameters of it may be trained later
+                scratch = self._own_scratch[id(unit)] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            return scratch
         return self._scratch if unit.is_block else self._scratch[self._at[id(unit)] :]
 
     @contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 from ds_zo.backends.common.chunked_loss import RowLosses
 from ds_zo.backends.zo.member_forwards import Outputs
 from ds_zo.backends.zo.members import MemberRows, losses_of_members
-from ds_zo.backends.zo.outputs import floats_of, with_floats
+from ds_zo.backends.zo.outputs import floats_of, tensors_of, with_tensors
 from ds_zo.backends.zo.pass_inputs import PassInputs, has_rows
 from ds_zo.backends.zo.store import ZOStore
 from ds_zo.config import ZOParams
@@ -36,6 +36,7 @@ class MemberPasses:
         assert store.members is not None
         self._module = module
         self._forwards = store.members
+        self._forwards.attach()
         self._store = store
         self._settings = settings
         self._num_members = num_members
@@ -47,6 +48,7 @@ class MemberPasses:
     def begin(self, inputs: PassInputs) -> PassInputs:
         """The inputs of the pass, with the rows of all members."""
         num_sequences = inputs.num_sequences
+        inputs.check_rows(num_sequences)
         self.rows = MemberRows(num_sequences, self._num_members, self._settings.antithetic)
         return inputs.with_rows(self.rows.repeated, num_rows=num_sequences)
 
@@ -73,8 +75,8 @@ class MemberPasses:
     def of_sequences(self, output: Any) -> Any:
         """The output of the pass with one row for each sequence of the batch, whose noise is that of its first row."""
         num_rows = self.rows.num_rows
-        return with_floats(
-            output, [self.rows.of_sequences(t) if has_rows(t, num_rows) else t for t in floats_of(output)]
+        return with_tensors(
+            output, [self.rows.of_sequences(t) if has_rows(t, num_rows) else t for t in tensors_of(output)]
         )
 
     def check(self, inputs: PassInputs, run: Callable[[PassInputs], None], rewind: Callable[[], None]) -> None:

@@ -33,7 +33,8 @@ class MemberRows:
         if fewer == 0 or more % fewer:
             raise ValueError(
                 "of a rank's members and the sequences of its batch, the smaller number must divide the larger one, "
-                f"got {self.num_members} members and {self.num_sequences} sequences: change num_members or the batch "
+                f"got {self.num_members} members and {self.num_sequences} sequences: change num_members or the batch, "
+                "and drop a last batch that is smaller, by drop_last of DataLoader or dataloader_drop_last of Trainer "
                 "(optimizer.params.num_members)"
             )
 
@@ -84,7 +85,8 @@ def losses_of_members(found: RowLosses, output: Any, rows: MemberRows) -> torch.
         return None
     sums, counts = rows.by_member(found.sums).sum(2), rows.by_member(found.counts).sum(2)
     if found.num_items is None:
-        return sums / counts
+        losses = sums / counts
+        return torch.where(counts > 0, losses, losses.nanmean())  # a member without labels has no say
     return sums * (rows.num_sequences / rows.num_each) / found.num_items
 
 

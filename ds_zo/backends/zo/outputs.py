@@ -81,24 +81,46 @@ def _set(output: Any, name: str, value: Any) -> None:
         setattr(output, name, value)
 
 
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
 def floats_of(output: Any) -> list[torch.Tensor]:
-    """The output's floating-point tensors, also those inside dataclasses and mappings that PyTorch's pytrees do not
-    flatten."""
+    """The output's floating-point tensors."""
+    return tensors_of(output, is_wanted=_is_float)
+
+
+def tensors_of(output: Any, *, is_wanted: Callable[[Any], bool] = _is_tensor) -> list[torch.Tensor]:
+    """The output's tensors, also those inside dataclasses and mappings that PyTorch's pytrees do not flatten."""
     found: list[torch.Tensor] = []
     for leaf in tree_flatten(_fields(output))[0]:
-        if _is_float(leaf):
+        if is_wanted(leaf):
             found.append(leaf)
         elif _fields(leaf) is not leaf:
-            found += floats_of(leaf)
+            found += tensors_of(leaf, is_wanted=is_wanted)
     return found
 
 
 def with_floats(output: Any, floats: Iterable[torch.Tensor]) -> Any:
     """A copy of the output with `floats` in place of `floats_of` it."""
-    left = iter(floats)
+    return with_tensors(output, floats, is_wanted=_is_float)
+
+
+def with_tensors(output: Any, tensors: Iterable[torch.Tensor], *, is_wanted: Callable[[Any], bool] = _is_tensor) -> Any:
+    """A copy of the output with `tensors` in place of `tensors_of` it."""
+    left = iter(tensors)
     leaves, spec = tree_flatten(_fields(output))
     filled = [
-        next(left) if _is_float(leaf) else leaf if _fields(leaf) is leaf else with_floats(leaf, left) for leaf in leaves
+        next(left)
+        if is_wanted(leaf)
+        else leaf
+        if _fields(leaf) is leaf
+        else with_tensors(leaf, left, is_wanted=is_wanted)
+        for leaf in leaves
     ]
     made = tree_unflatten(filled, spec)
     if _fields(output) is output:
@@ -107,10 +129,6 @@ def with_floats(output: Any, floats: Iterable[torch.Tensor]) -> Any:
     for name, value in made.items():
         _set(output, name, value)
     return output
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def _fields(output: Any) -> Any:

@@ -45,6 +45,16 @@ class PassInputs:
             raise ValueError('noise "rank1" needs a batch of tensors, got none: pass input ids, or use noise "mezo"')
         return len(tensors[0])
 
+    def check_rows(self, num_sequences: int) -> None:
+        """Raises if there is a tensor whose rows are neither the sequences nor shared by all."""
+        shapes = (tuple(x.shape) for x in self._leaves if isinstance(x, torch.Tensor) and x.ndim)
+        wrong = next((shape for shape in shapes if shape[0] not in (1, num_sequences)), None)
+        if wrong is not None:
+            raise ValueError(
+                f'noise "rank1" repeats the {num_sequences} rows of a batch, got a tensor of shape {wrong} beside '
+                'them: leave it out, or use noise "mezo" (optimizer.params.noise)'
+            )
+
     def batch(self) -> Any:
         """The batch of `engine.zo_step`: a tuple of positional arguments, or a dict of keywords."""
         args, kwargs = self.fresh()

@@ -19,7 +19,7 @@ from deepspeed.utils import logger
 from ds_zo.backends.zo.lockstep import CannotInterleave
 from ds_zo.backends.zo.member_passes import no_losses
 from ds_zo.backends.zo.members import MemberRows
-from ds_zo.backends.zo.outputs import floats_of, loss_of, with_floats, with_loss
+from ds_zo.backends.zo.outputs import loss_of, tensors_of, with_loss, with_tensors
 from ds_zo.backends.zo.pass_inputs import PassInputs, has_rows
 from ds_zo.backends.zo.ranks import Ranks
 from ds_zo.logs import warn
@@ -167,8 +167,8 @@ class Scoring:
 def _rows_of(output: Any, part: slice, loss: torch.Tensor | None, *, rows: MemberRows) -> Any:
     """The output for some rows, with their loss."""
     has_loss = loss_of(output) is not None
-    floats = [t[part] if has_rows(t, rows.num_rows) else t for t in floats_of(output)]
-    return with_loss(with_floats(output, floats), loss) if has_loss else with_floats(output, floats)
+    found = with_tensors(output, [t[part] if has_rows(t, rows.num_rows) else t for t in tensors_of(output)])
+    return with_loss(found, loss) if has_loss else found
 
 
 def _scores_of(value: Any, *, lengths: Collection[int]) -> torch.Tensor:

@@ -61,6 +61,7 @@ class ZOStore(OwnBuffers):
         self._stream = stream
         assert isinstance(settings, ZOParams)
         has_members = settings.noise == "rank1"
+        self._all_members = settings.num_members
         self._num_passes = 1 if has_members else 2 * ranks.num_own_directions
         self._first_direction = ranks.first_direction
         rounding = config.section.rounding
@@ -137,14 +138,18 @@ class ZOStore(OwnBuffers):
 
     def _buffers(self, *, interval: int | None = None, in_pairs: bool | None = None) -> ZOBuffers:
         """The sizes of slots and working copies. `interval`, `in_pairs`: None: the present ones."""
+        interval = self.interval if interval is None else interval
+        members = self.members
         return ZOBuffers(
             stream=self._stream,
             placement=self.blocks.placement,
             num_passes=self._num_passes,
-            interval=self.interval if interval is None else interval,
+            interval=interval,
             in_pairs=self.blocks.placement.narrow or (self._is_compute_bound if in_pairs is None else in_pairs),
             shared=self.blocks.store.num_sharers > 1,
-            factors_nbytes=0 if self.members is None else self.members.nbytes,
+            factors_nbytes=0
+            if members is None
+            else members.nbytes + members.replay_nbytes(interval * self._all_members),
         )
 
     def _device_nbytes(self, interval: int, *, in_pairs: bool = False) -> int:

@@ -210,7 +210,39 @@ def test_an_objective_of_one_number_is_called_for_the_rows_of_each_member() -> N
             assert torch.allclose(value, found[0][1][key], atol=2e-5), key
 
 
+def test_a_sequence_without_labels_has_no_say() -> None:
+    engine, batch = engine_for(small(), rank1_json()), tiny_batch("llama")
+    batch["labels"][0] = -100
+    assert one_step(engine, batch) < 10
+    assert engine.skipped_steps == 0 and engine.get_global_grad_norm() > 0
+
+
+def test_an_objective_gets_the_rows_of_all_outputs() -> None:
+    """Predictions are integers."""
+
+    class Predicting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = small()
+
+        def forward(self, **batch: torch.Tensor) -> Any:
+            outputs = self.model(**batch)
+            return {"loss": outputs.loss, "predictions": outputs.logits.argmax(-1)}
+
+    engine, batch, sizes = engine_for(Predicting(), rank1_json()), tiny_batch("llama"), []
+
+    def score(outputs: Any, of: Any) -> float:
+        sizes.append((len(outputs["predictions"]), len(of["labels"])))
+        return (outputs["predictions"] == of["labels"]).float().mean().item()
+
+    engine.zo_step(batch, score)
+    assert set(sizes[-8:]) == {(1, 1)}
+    assert len(engine(**batch)["predictions"]) == len(batch["labels"])
+
+
 def test_forwards_that_rank1_noise_cannot_follow_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="each rank needs two of them"):
+        engine_for(small(), rank1_json(1, params={"antithetic": False}))
     with pytest.raises(ConfigError, match=r"got model.decoder.embed_positions.weight of OPTLearnedPositionalEmbedding"):
         engine_for(tiny_model("opt"), rank1_json())
     engine = engine_for(FunctionalTie().train(), rank1_json())
@@ -221,6 +253,8 @@ def test_forwards_that_rank1_noise_cannot_follow_are_refused_by_name() -> None:
         engine.zo_step(toy_batches(1, size=4)[0], lambda o, b: o.mean((1, 2)))
     with pytest.raises(ValueError, match="got 4 members and 3 sequences"):
         engine.zo_step(toy_batches(1, size=3)[0], lambda o, b: o.mean((1, 2)))
+    with pytest.raises(ValueError, match=r"repeats the 4 rows of a batch, got a tensor of shape \(5,\) beside them"):
+        engine_for(small(), rank1_json())(**tiny_batch("llama"), cu_seq_lens_q=torch.arange(5))
     model = small("gpt2")
     model.transformer.drop.p = 0.1  # type: ignore[union-attr]
     engine = engine_for(model, rank1_json())
