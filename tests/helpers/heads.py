@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,8 @@ import peft
 import torch
 import transformers as hf
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tests.helpers.live_bytes import LiveBytes
 from tests.helpers.tiny_models import VOCAB, tiny_batch, tiny_model
 
 CHUNK = 5
@@ -81,25 +79,12 @@ class WatchingForCausalLM(hf.LlamaForCausalLM):
         return hf.modeling_outputs.CausalLMOutput(loss=loss + value, logits=logits)
 
 
-class LiveLogits(TorchDispatchMode):
+class LiveLogits(LiveBytes):
     """Records the most bytes of logits, gradients of logits included, that were alive at a time."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._alive: dict[int, weakref.ref[Any]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for x in tree_leaves(found):
-            # Transposed weights of the head have as many rows as the hidden size, or as the rank of its adapter.
-            is_wide = isinstance(x, torch.Tensor) and x.shape[-1:] == (VOCAB,)
-            if is_wide and x.shape[:-1].numel() not in (WIDTH, RANK):
-                storage = x.untyped_storage()
-                self._alive[storage._cdata] = weakref.ref(storage)
-        self._alive = {key: ref for key, ref in self._alive.items() if ref() is not None}
-        self.peak = max(self.peak, sum(storage.nbytes() for ref in self._alive.values() if (storage := ref())))
-        return found
+    def counts(self, tensor: torch.Tensor) -> bool:
+        # Transposed weights of the head have as many rows as the hidden size, or as the rank of its adapter.
+        return tensor.shape[-1:] == (VOCAB,) and tensor.shape[:-1].numel() not in (WIDTH, RANK)
 
 
 def a_batch(seed: int = 0) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def inputs(num: int, *, batch: int = BATCH) -> list[torch.Tensor]:
 def steps(engine: Any, batches: list[torch.Tensor], *, seed: int | None = 3) -> list[float]:
     if seed is not None:
         torch.manual_seed(seed)
+        random.seed(seed)
     losses = []
     for x in batches:
         loss = engine(x)

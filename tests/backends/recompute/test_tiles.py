@@ -20,6 +20,7 @@ from tests.helpers.adapter_runs import start as start_adapter
 from tests.helpers.batch_sizes import batch_sizes
 from tests.helpers.lomo_runs import lively, start, streamed, train
 from tests.helpers.lsp_runs import streamed_lsp
+from tests.helpers.tile_number_cases import steps
 from tests.helpers.tiny_models import tiny_batch
 from tests.helpers.weights import assert_close, assert_equal, parameters_of, parts_have_bits_of_whole
 from tests.helpers.zoo import Sizes, seeded
@@ -179,6 +180,16 @@ class Tracked(Block):
         return super().of(x) + 0.0 * self.mean  # NaN if the mean is
 
 
+class CountingNaN(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("num_nan", torch.zeros((), dtype=torch.long))
+
+    def of(self, x: torch.Tensor) -> Any:
+        self.num_nan += x.isnan().sum()
+        return super().of(x)
+
+
 class Noisy(Block):
     def of(self, x: torch.Tensor) -> Any:
         return super().of(x * torch.rand_like(x)) if self.training else super().of(x)
@@ -284,18 +295,6 @@ def inputs(num: int = 3, *, batch: int = 4, length: int = LENGTH) -> list[torch.
     return [torch.randn(batch, length, WIDTH, generator=generator) for _ in range(num)]
 
 
-def steps(engine: Any, batches: list[torch.Tensor]) -> list[float]:
-    losses = []
-    torch.manual_seed(3)
-    random.seed(3)
-    for x in batches:
-        loss = engine(x)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
-
-
 def run(
     model: Any, batches: list[torch.Tensor], *, tiles: int, is_refused: bool = False, **more: Any
 ) -> tuple[list[float], Any]:
@@ -348,6 +347,7 @@ def test_one_trial_serves_batches_of_all_lengths() -> None:
         (Centred, "it mixes samples"),
         (Remembered, "it changes its attributes"),
         (Tracked, "it changes its attributes"),
+        (CountingNaN, "it changes its buffers"),
         (Noisy, "it draws random numbers besides dropout"),
         (WithLoss, "one of its outputs has no batch dimension"),
         (Writing, "it writes to a dict or list that it is passed"),
