@@ -157,6 +157,22 @@ def _mezo(case: TrainingCase, model: nn.Module, where: torch.device) -> Trainer:
     return Trainer(forward, _nothing, _nothing, "in memory, plain SDPA, no KV cache")
 
 
+def _drawn_noise(case: TrainingCase, model: nn.Module, where: torch.device) -> Trainer:
+    """No training: for each of `num_members` seeds, torch draws a number for each weight and adds it."""
+    num_seeds = (case.params or {})["num_members"]
+
+    @torch.no_grad()
+    def forward(batch: Batch) -> torch.Tensor:
+        for seed in range(num_seeds):
+            torch.manual_seed(seed)
+            for p in model.parameters():
+                z = torch.randn_like(p)
+                p.add_(z, alpha=_ZO_EPS)
+        return z.float().std()
+
+    return Trainer(forward, _nothing, _nothing, f"torch.randn for every parameter and each of {num_seeds} seeds")
+
+
 def _nothing(*_: object) -> None: ...
 
 
@@ -258,6 +274,7 @@ METHODS: dict[str, Method] = {
     "lora-bitsandbytes": Method(_lora_over_4_bits, reads_weights=True, checkpoints=False),
     "lora-zero3": Method(_zero3_over_4_bits, reads_weights=True, checkpoints=False),
     "mezo": Method(_mezo, checkpoints=False),
+    "drawn-noise": Method(_drawn_noise, checkpoints=False),
     "no-update": Method(_no_update),
     "no-update-chunked-loss": Method(_no_update_chunked_loss),
     "hooks": Method(_hooks),

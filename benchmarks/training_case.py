@@ -21,12 +21,15 @@ from ds_zo.backends.lsp.backend import LSPBackend
 from ds_zo.backends.recompute.compiled_blocks import BlockCompiler
 from ds_zo.bench.measure import measure_steps
 from ds_zo.bench.shapes import random_model
-from ds_zo.bench.traces import profile_steps
+from ds_zo.bench.traces import profile_steps, read_trace, trace_events
 from ds_zo.bench.trainer import Batch, Trainer
 from ds_zo.planner.models import DTYPES
 from ds_zo.planner.shapes import config_of
 from ds_zo.records.rows import Row
 from ds_zo.streaming.blocks import find_blocks
+
+_MOST_KERNELS = 25
+_MOST_LETTERS = 80
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class TrainingCase:
     """Whether forward, backward and update are timed by themselves too, in steps of their own."""
     slow_host: bool = False
     """Whether the same steps are measured again on two cores, and the time in which the GPU is busy."""
+    plain_forward: bool = False
+    """Whether a forward pass without gradients, in eval mode, is timed before the first step, and the step is compared
+    with it. For engines."""
+    kernels: bool = False
+    """Whether a profile of later steps lists the GPU's kernels."""
     max_s: float | None = None
     """Most seconds that timed steps may take, in place of some of `steps`; None: no limit."""
     without: Sequence[str] = ()
@@ -168,6 +176,29 @@ def slow_host_row(step: Callable[[], Any], *, steps: int, device: torch.device) 
         _run_on(cores)
     busy_s = profile_steps(step, steps=3).get("gpu_compute_s") if device.type == "cuda" else None
     return {"two_cores_s": measured["step_s"], "two_cores_wall_s": measured["step_wall_s"], "gpu_busy_s": busy_s}
+
+
+def kernels_row(step: Callable[[], Any], *, steps: int) -> Row:
+    """How long the GPU is busy and idle in a step, and for each kernel its launches and seconds a step, the longest
+    first. The profiler slows launches."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    events = trace_events(profiler)
+    kernels: dict[str, list[float]] = {}
+    for event in events:
+        if event.get("cat") == "kernel":
+            sums = kernels.setdefault(event["name"][:_MOST_LETTERS], [0.0, 0.0])
+            sums[0] += 1 / steps
+            sums[1] += event["dur"] / 1e6 / steps
+    longest = sorted(kernels, key=lambda name: -kernels[name][1])[:_MOST_KERNELS]
+    return {
+        "profile": read_trace(events, steps=steps),
+        "launches": sum(count for count, _ in kernels.values()),
+        "kernels": {name: kernels[name] for name in longest},
+    }
 
 
 def _run_on(cores: Iterable[int]) -> None:

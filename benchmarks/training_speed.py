@@ -17,7 +17,7 @@ from benchmarks import lsp_parts
 from benchmarks.lsp_parts import lsp_of
 from benchmarks.methods import Method, method_of
 from benchmarks.slower_link import slower_link
-from benchmarks.training_case import TrainingCase, random_batch, slow_host_row, with_compiled_blocks
+from benchmarks.training_case import TrainingCase, kernels_row, random_batch, slow_host_row, with_compiled_blocks
 from ds_zo.backends.adapter.backend import AdapterBackend
 from ds_zo.backends.lomo.backend import LOMOBackend
 from ds_zo.backends.recompute.model_blocks import RecomputedBlocks
@@ -40,6 +40,7 @@ _SETTLING_STEPS = 2
 """The first step compares two ways to run, and an automatic placement moves blocks after it."""
 _LONGEST_WARMUP = 16
 _NUM_TIMED_UPLOADS = 8
+_PROFILED_STEPS = 3
 
 
 def measure(**settings: Any) -> Row:
@@ -57,7 +58,10 @@ def measure(**settings: Any) -> Row:
         with _link(first_link, where):
             run = _prepared(case, method, model, where, stack)
             row |= {"fits": True, "link_gbps": first_link, "load_s": run.load_s, "settings": run.trainer.settings}
+            forward_s = _plain_forward_s(run) if case.plain_forward else None
             row |= run.trainer.facts | run.on_this_link(parts=case.parts)
+            if forward_s is not None:
+                row |= {"plain_forward_s": forward_s, "step_per_forward": row["step_s"] / forward_s}
             row |= _later_phases(run)
         for link in other_links:
             with _link(link, where):
@@ -215,14 +219,29 @@ def _prepared(case: TrainingCase, method: Method, model: nn.Module, where: torch
     return _Run(case, model, trainer, where, method.period, load_s, host_before_gb)
 
 
+def _plain_forward_s(run: _Run) -> float:
+    """Seconds of a forward pass of the engine with loss, in eval mode and without gradients. No update is pending."""
+    engine, ids = run.trainer.engine, run.batch(*run.case.pairs[0])
+    engine.eval()
+    with torch.no_grad():
+        measured = measure_steps(partial(run.trainer.forward, ids), warmup=2, steps=run.case.steps, device=run.where)
+    engine.train()
+    if run.where.type == "cuda":
+        torch.cuda.empty_cache()
+    return float(measured["step_s"])
+
+
 def _later_phases(run: _Run) -> Row:
-    """A second phase of steps whose blocks have moved to the device, and the same steps on a slow host."""
+    """A second phase of steps whose blocks have moved to the device, the kernels of a step, and the same steps on a
+    slow host."""
     case, row = run.case, Row()
     ids = run.batch(*case.pairs[0])
     if case.fill_steps and run.where.type == "cuda":
         assert run.store is not None
         run.store.may_fill_device = True
         row["filled"] = run.point(ids, warmup=_SETTLING_STEPS, steps=case.fill_steps - _SETTLING_STEPS)
+    if case.kernels and run.where.type == "cuda":
+        row |= kernels_row(partial(run.trainer.step, ids), steps=_PROFILED_STEPS)
     if case.slow_host:
         row |= slow_host_row(partial(run.trainer.step, ids), steps=case.steps, device=run.where)
     return row

@@ -35,6 +35,12 @@ LLAMA = {
     "llama-70b": (80, 8192, 28672, 64, 8, 32000),
 }
 
+SMOLLM2 = {
+    # as LLAMA; the head is the embedding
+    "smollm2-tiny": (2, 64, 176, 4, 2, 49152),
+    "smollm2-135m": (30, 576, 1536, 9, 3, 49152),
+}
+
 GPT2 = {
     # name: (layers, hidden size, heads)
     "gpt2-tiny": (2, 64, 4),
@@ -62,11 +68,12 @@ _BLOOM_FIXED = {"vocab_size": 250880, "hidden_dropout": 0.0, "attention_dropout"
 _FAMILIES: tuple[tuple[str, Mapping[str, tuple[int, ...]], tuple[str, ...], Mapping[str, Any]], ...] = (
     ("OPTConfig", OPT, (*_COMMON, "word_embed_proj_dim"), _OPT_FIXED),
     ("LlamaConfig", LLAMA, (*_LLAMA_KEYS, "vocab_size"), {"tie_word_embeddings": False}),
+    ("LlamaConfig", SMOLLM2, (*_LLAMA_KEYS, "vocab_size"), {"tie_word_embeddings": True}),
     ("GPT2Config", GPT2, _COMMON, _GPT2_FIXED),
     ("BloomConfig", BLOOM, _COMMON, _BLOOM_FIXED),
 )
 """For each architecture the class of its config, its shapes, the keys of a shape's numbers, and fixed values."""
-SHAPES = (*OPT, *LLAMA, *GPT2, *BLOOM)
+SHAPES = (*OPT, *LLAMA, *SMOLLM2, *GPT2, *BLOOM)
 TINY_VOCABULARY = 512
 """Vocabulary of the shapes named tiny, which are for tests and first trials."""
 RANDOM = "random:"

@@ -19,7 +19,7 @@ SMALL = {"shape": "opt-tiny", "layers": LAYERS, "length": 8, "warmup": 1, "steps
 def kinds() -> dict[str, dict[str, Any]]:
     """One case of each kind: those that differ in more than size. Of the AMP grid one row and the corners."""
     found: dict[str, dict[str, Any]] = {}
-    for case in cases_of("zo", device="cpu", tiny=True):
+    for case in (case for suite in ("zo", "zo-members") for case in cases_of(suite, device="cpu", tiny=True)):
         if not re.match(r"amp\..*\.fp16\.(fp16|bf16|fp32)", case.name):
             key = {k: v for k, v in case.params.items() if k not in ("shape", "batch", "fill_steps")}
             found.setdefault(json.dumps(key, sort_keys=True), {"name": case.name, **case.params})
@@ -32,6 +32,7 @@ def test_a_case_of_each_kind_runs(name: str, single_process: None) -> None:
     row = measure(**params)
     json.dumps(row)
     assert row["tokens_per_s"] > 0 and 0 < row["loss"] < 20
+    assert ("plain_forward_s" in row) == params.get("plain_forward", False)
     if params["method"] == "zo":
         streamed = not params.get("resident")
         assert row["num_blocks"] == LAYERS and (row["up_gb_a_step"] > 0) == streamed
