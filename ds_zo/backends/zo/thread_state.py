@@ -2,7 +2,9 @@
 
 [Note: flags of a pass] Torch keeps these flags per thread or per process. A pass that changes one would change it for
 the passes that run while it pauses. So `Lockstep` reads all of them at each pause, and sets those that differ. `FLAGS`
-is the one table of them. A test compares it with the setters in torch's own files.
+is the one table of them. A test compares it with the setters in torch's own files. A flag that torch itself changes in
+a first call, the order of attention kernels on CUDA, is changed before the first read: restoring the value from before
+would take a faster kernel from the whole process.
 
 Torch has no getter for ranges of a profiler (`record_function`, NVTX). A range that is open while a block runs shows
 the work of all passes that run until it ends.
@@ -145,6 +147,9 @@ class ThreadState:
     """Reads and restores `FLAGS`, and the current stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            query = torch.zeros(1, 1, 1, 8, dtype=torch.float16, device=device)
+            torch._fused_sdp_choice(query, query, query)  # the first choice of a process sets the order of kernels
         self.flags = FLAGS | {"set_stream": Flag(partial(current_of_thread, device), make_current)}
         for kind in {"cpu", device.type}:
             self.flags |= {
