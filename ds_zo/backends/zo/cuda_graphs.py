@@ -13,7 +13,6 @@ So the address of each such tensor is checked before a replay.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ import torch
 from deepspeed.utils import logger
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_zo.backends.common.plain_copies import StandIn
 from ds_zo.backends.zo.lockstep import Lockstep
@@ -70,6 +70,38 @@ class CaptureState:
             places.get(name) is not tensor or tensor.data_ptr() != address
             for places, name, tensor, address in self._tensors
         )
+
+
+class HostTraffic(TorchDispatchMode):
+    """Notes whether an operation reads values back to the host, or copies between host and device. Unlike torch's
+    switch for such a search, it concerns this thread alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found = self.found or _reads_values(func, args) or _crosses_devices(func, args, result)
+        return result
+
+
+def _reads_values(func: Any, args: Any) -> bool:
+    """Whether the host needs values on the device, to return them or to know a shape."""
+    if func.overloadpacket in _INDEXING:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
+
+
+def _crosses_devices(func: Any, args: Any, result: Any) -> bool:
+    """Whether a tensor is copied to another device. What `torch.tensor` copies is not seen: recording it fails."""
+    if func.overloadpacket not in _COPIES:
+        return False
+    return len({t.device for t in (*args, result) if isinstance(t, torch.Tensor)}) > 1
+
+
+_INDEXING = frozenset((torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_))
+_COPIES = frozenset((torch.ops.aten.copy_, torch.ops.aten.copy, torch.ops.aten._to_copy))
 
 
 @dataclass
@@ -233,20 +265,14 @@ class BlockGraphs:
         """Runs the block as usual, and notes whether it can be replayed. Libraries also set themselves up in this run.
         A recording must not fail: it would leave the allocator in recording mode."""
         generator = torch.cuda.default_generators[self._device.index or 0]
-        before, mode = generator.get_offset(), torch.cuda.get_sync_debug_mode()
+        before = generator.get_offset()
         versions = [_version(t) for t in tensors]
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            with warnings.catch_warnings(record=True) as seen:
-                warnings.simplefilter("always")
-                result = call()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
+        with HostTraffic() as traffic:
+            result = call()
         leaves, _ = pytree.tree_flatten(result)
-        waits = any("synchronizing" in str(warning.message) for warning in seen)
         draws = generator.get_offset() != before
         writes = versions != [_version(t) for t in tensors]  # a replay would write to copies of the inputs
-        if waits or draws or writes or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        if traffic.found or draws or writes or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             self._recordings[key] = None
             return result
         self._outputs[key] = self._static_like(("out", kind, *((t.shape, t.dtype) for t in leaves)), leaves)

@@ -1,4 +1,4 @@
-"""`CaptureState` tells when a recording differs from the block's forward."""
+"""`CaptureState` tells when a recording differs from the block's forward, `HostTraffic` what cannot be recorded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_zo.backends.zo.cuda_graphs import CaptureState
+from ds_zo.backends.zo.cuda_graphs import CaptureState, HostTraffic
 
 
 class Inner(nn.Module):
@@ -56,3 +56,33 @@ def test_hooks_inside_a_block_are_seen_while_they_are_there() -> None:
         assert capture_state.has_hooks
         handle.remove()
         assert not capture_state.has_hooks
+
+
+X = torch.arange(12.0).view(3, 4)
+RECORDED = {
+    "linear": lambda: nn.functional.linear(X, torch.ones(5, 4)),
+    "attention": lambda: nn.functional.scaled_dot_product_attention(X[None, None], X[None, None], X[None, None]),
+    "indices": lambda: X[torch.tensor([0, 2]).sort()[0], 1:],
+    "written indices": lambda: X.clone().index_put_((torch.arange(2).flip(0),), torch.zeros(4)),
+    "another dtype": lambda: X.to(torch.bfloat16).add_(1).copy_(X),
+    "a number": lambda: X * 2 + torch.zeros(()),
+}
+READ = {
+    "item": lambda: X.sum().item(),
+    "comparison": lambda: bool(X.max() > 3),
+    "equal": lambda: torch.equal(X, X),
+    "nonzero": lambda: X.nonzero(),
+    "mask": lambda: X[X > 3],
+    "written mask": lambda: X.clone().index_put_((X[:, 0] > 3,), torch.zeros(4)),
+    "assigned mask": lambda: X.clone().__setitem__(X > 3, torch.zeros(8)),
+    "unique": lambda: X.unique(),
+    "copy": lambda: X.to("meta"),
+    "copy in place": lambda: torch.empty(3, 4, device="meta").copy_(X),
+}
+
+
+@pytest.mark.parametrize("name", [*RECORDED, *READ])
+def test_operations_that_the_host_waits_for_are_found(name: str) -> None:
+    with HostTraffic() as traffic:
+        (RECORDED | READ)[name]()
+    assert traffic.found is (name in READ)

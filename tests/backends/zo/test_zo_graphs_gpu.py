@@ -67,6 +67,17 @@ class Sighted(nn.Module):
         return self.linear(x) * (1.0 if float(x.sum()) > 0 else 0.5)
 
 
+class Made(nn.Module):
+    """A block that makes a tensor of Python numbers, which a dispatch mode does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * torch.tensor([0.5] * 16, device=x.device)
+
+
 class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +115,7 @@ def stack_batch(seed: int) -> dict[str, Any]:
     return {"x": torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(seed))}
 
 
-@pytest.mark.parametrize("block", [Sighted, Noisy, Writes])
+@pytest.mark.parametrize("block", [Sighted, Made, Noisy, Writes])
 def test_what_cannot_be_replayed_runs_as_usual(block: type[nn.Module]) -> None:
     torch.manual_seed(0)
     expected, _ = run(lambda: seeded(lambda: Stack(block)), stack_batch, graphs=False)
