@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from benchmarks import ablations
-from benchmarks.lora_models import has_peft, repeat_first_block, with_lora, with_lora_over_4_bits
+from benchmarks.lora_models import has_peft, repeat_first_block, shared_host_memory, with_lora, with_lora_over_4_bits
 from benchmarks.references import InMemoryMeZO
 from benchmarks.training_case import TrainingCase
 from ds_zo.backends.common.chunked_loss import CausalLosses
@@ -105,9 +105,11 @@ def _over_streamed_base(
     contender: Contender, lr: float, case: TrainingCase, model: nn.Module, where: torch.device
 ) -> Trainer:
     """Adapters over a base that ds_zo reads from the model's source."""
-    kept = repeat_first_block(model) if case.repeated else {}
-    adapted = with_lora(model, rank=case.rank, dtype=DTYPES[case.dtype], device=torch.device("cpu"))
-    trainer = _trained(contender, lr, case, adapted, where)
+    kept = repeat_first_block(model, (case.stream or {}).get("frozen_dtype", "nf4")) if case.repeated else {}
+    ranks = {"rank": case.rank, "experts_rank": case.experts_rank}
+    adapted = with_lora(model, **ranks, dtype=DTYPES[case.dtype], device=torch.device("cpu"))
+    with shared_host_memory(case.host_blocks):
+        trainer = _trained(contender, lr, case, adapted, where)
     kept.clear()
     if where.type == "cuda":
         torch.cuda.empty_cache()
@@ -265,7 +267,7 @@ _STREAMED_LORA: Row = {"reads_weights": True, "checkpoints": False}
 METHODS: dict[str, Method] = {
     **{name: _contender(contender) for name, contender in ALL.items()},
     "zo": _contender(ALL["zo"], lr=1e-7),
-    "lomo": _contender(ALL["lomo"], lr=1e-3),
+    "lomo": _contender(ALL["lomo"], lr=1e-3, planned_as="lomo"),
     "adamw-lean": _contender(ALL["adamw-lean"], keeps_gradients=True, state_bytes=4),
     "adalomo-optim": Method(lambda case, model, where: lomo_optim_trainer(model, lr=case.lr, adaptive=True)),
     "lora": Method(partial(_over_streamed_base, _LORA, 1e-4), **_STREAMED_LORA, planned_as="adapter"),

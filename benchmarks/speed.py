@@ -34,6 +34,7 @@ from benchmarks.blocks import read_yaml
 from benchmarks.report import report
 from ds_zo.bench.builds import Builds
 from ds_zo.bench.runner import WARM, Case, is_named_like, prepare_to_fork, read_rows, run_cases
+from ds_zo.planner.shapes import tiny_of
 from ds_zo.records.rows import Row
 
 _FOLDER = Path(__file__).with_name("suites")
@@ -100,7 +101,7 @@ def _case(name: str, params: dict[str, Any], *, device: str, given: Mapping[str,
 
 def _rehearsed(params: dict[str, Any]) -> dict[str, Any]:
     """The same kind of case on a model that a CPU trains at once."""
-    small = {**params, **_TINY, "shape": f"{params['shape'].partition('-')[0]}-tiny"}
+    small = {**params, **_TINY, "shape": tiny_of(params["shape"])}
     if "stream" in params:
         small["stream"] = {key: value for key, value in params["stream"].items() if key != "device_memory_gb"}
         small["stream"] |= {"resident_blocks": 1} if params["stream"].get("resident_blocks") else {}

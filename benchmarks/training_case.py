@@ -121,8 +121,12 @@ class TrainingCase:
     # Of adapters
     rank: int = 16
     """Rank of the adapters."""
+    experts_rank: int = 0
+    """Rank of adapters on stacks of experts; 0: they have none."""
     repeated: bool = False
     """Whether all blocks have the weights of the first one, which are drawn and quantised once."""
+    host_blocks: int | None = None
+    """Streamed blocks with host memory of their own, which `repeated` blocks share; None: all of them."""
 
     @property
     def pairs(self) -> list[tuple[int, int]]:

@@ -307,8 +307,9 @@ def _up_gbps(store: BlockStore, device: torch.device) -> float | None:
 
 def _planned(case: TrainingCase, backend: str) -> Row:
     """The peaks and seconds that `ds-zo plan` states for the case, whose adapters have rank 16."""
-    settings: Row = {"batch": case.batch, "seq": case.length, "dtype": case.dtype}
-    settings |= {"device_memory_gb": case.cap_gb, "stream": dict(case.stream or {}), "offload": True}
+    settings: Row = {"batch": case.batch, "seq": case.length, "dtype": case.dtype, "experts_rank": case.experts_rank}
+    settings |= {"device_memory_gb": case.cap_gb, "stream": dict(case.stream or {})}
+    settings |= {"offload": case.stream is not None, "checkpointing": case.checkpointing}
     found = plan(f"{RANDOM}{case.shape}", backends=[backend], **settings)[backend]
     return {
         "planned_device_gb": found.device_peak_nbytes / 1e9,

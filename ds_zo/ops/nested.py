@@ -106,4 +106,4 @@ def expand(rows: torch.Tensor, numel: int) -> torch.Tensor:
     end = _num_float_bytes(num_groups)
     floats, index = rows[:, :end].view(torch.float32), rows[:, end : end + num_groups]
     factors = floats[:, 1:].repeat_interleave(BLOCK_NUMEL, dim=1)[:, :num_groups]
-    return (CODE[index.int()] * factors + floats[:, :1]).view(-1)
+    return (CODE.to(rows.device)[index.int()] * factors + floats[:, :1]).view(-1)

@@ -34,7 +34,7 @@ _FROZEN_DTYPE = "_ds_zo_frozen_dtype"
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes by their names in safetensors."""
 Source = Callable[[str], torch.Tensor]
-"""Returns a parameter's value for its name."""
+"""Returns a parameter's value for its name. A source of weights in four bits has a method `shipped_wire` too."""
 
 
 _CONVERSIONS = (
@@ -202,10 +202,9 @@ def shipped_wire(module: nn.Module, frozen_dtype: str) -> Callable[[nn.Parameter
     parameter, as the dtype that stands for it, or None."""
     source = getattr(module, _SOURCE, None)
     names: dict[nn.Parameter, str] = getattr(module, _NAMES, {})
-    found: dict[nn.Parameter, torch.dtype] = {}
-    if isinstance(source, SafetensorsSource):
-        wires = {p: source.shipped_wire(name) for p, name in names.items()}
-        found = {p: wire for p, wire in wires.items() if wire is not None}
+    wire_of: Callable[[str], torch.dtype | None] = getattr(source, "shipped_wire", lambda name: None)
+    wires = {p: wire_of(name) for p, name in names.items()}
+    found = {p: wire for p, wire in wires.items() if wire is not None}
     if frozen_dtype == "mxfp4" and MXFP4.dtype not in found.values():
         raise ConfigError(
             "frozen_dtype mxfp4 keeps weights that a model's files hold in MXFP4, as those of gpt-oss do, got a model "

@@ -17,6 +17,10 @@ CPU = torch.device("cpu")
         ("llama-7b", 6.74),
         ("llama-65b", 65.3),
         ("bloom-176b", 176.2),
+        ("qwen3-30b-a3b", 30.5),
+        ("qwen3-235b-a22b", 235.1),
+        ("gpt-oss-20b", 20.9),
+        ("gpt-oss-120b", 116.8),
     ],
 )
 def test_a_shape_has_as_many_parameters_as_published_and_takes_no_memory(shape: str, billions: float) -> None:
@@ -25,7 +29,7 @@ def test_a_shape_has_as_many_parameters_as_published_and_takes_no_memory(shape: 
     assert all(p.is_meta for p in model.parameters())
 
 
-@pytest.mark.parametrize("family", ["opt", "llama", "bloom"])
+@pytest.mark.parametrize("family", ["opt", "llama", "bloom", "qwen3-moe", "gpt-oss"])
 def test_a_materialised_model_is_whole_seeded_and_computes(family: str) -> None:
     models = [
         materialise(lazy_model(f"random:{family}-tiny", dtype=torch.float32, device=CPU, num_layers=1, seed=7))

@@ -54,6 +54,7 @@ def test_streamed_cases_stream(rows: dict[str, Row]) -> None:
     row = rows["streamed/1.3b"]
     assert row["config"]["zero_optimization"]["offload_param"]["device"] == "cpu"
     assert "4 blocks stream" in row["placement"]
+    assert row["planned_host_gb"] > rows["speed/lomo"]["planned_host_gb"] > 0 < row["planned_device_gb"]
     assert row["losses"] == pytest.approx(rows["speed/lomo"]["losses"], abs=1e-6 if DEVICE == "cpu" else 1e-2)
     up, down = row["up_gb_a_step"], row["down_gb_a_step"]
     # Four blocks, two slots: each of two passes finds two where the one before left them, and brings the other two.
