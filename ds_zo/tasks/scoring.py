@@ -102,17 +102,19 @@ class AnswerBatch:
         self.num_positions = num_label_positions(self._labels)
         """The number of last positions of which logits are needed."""
 
-    def log_likelihoods(self, logits: torch.Tensor) -> list[tuple[float, int]]:
+    def log_likelihoods(self, logits: torch.Tensor, *, rows: Sequence[int] | None = None) -> list[tuple[float, int]]:
         """(sum of log-probabilities, number of tokens) over the labelled tokens of each sequence, group by group.
-        `logits`: of all positions, or of the last ones."""
-        labels = self._labels[:, -logits.shape[1] :].to(logits.device)
+        `logits`: of all positions, or of the last ones. `rows`: the row of the batch of each row of the logits; None:
+        the same."""
+        chosen = list(range(len(self._groups)) if rows is None else rows)
+        labels = self._labels[chosen, -logits.shape[1] :].to(logits.device)
         log_probabilities = log_probabilities_at_labels(logits, labels)
         positions: list[int] = []
         targets: list[int] = []
         counts: list[int] = []
         first = 0
-        for group in self._groups:
-            for sequence in group:
+        for row in chosen:
+            for sequence in self._groups[row]:
                 wanted = [label for label in sequence.labels[1:] if label != IGNORED]
                 positions += range(first, first + len(wanted))
                 targets += wanted

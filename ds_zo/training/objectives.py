@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,19 +117,62 @@ class OptionObjective(Objective):
             self._options.append(self._task.encode_options(choice, tokenizer, max_length=max_length))
 
     def batch_at(self, batches: TrainingBatches, position: int) -> ScoredBatch:
-        indices = batches.indices(position)
-        sequences = [option for i in indices for option in self._options[i]]
-        groups = alike(sequences)
-        made = AnswerBatch(
-            [[sequences[i] for i in group] for group in groups],
+        score = OptionScore(
+            [(self._options[i], self._labels[i]) for i in batches.indices(position)], self._measure, batches
+        )
+        return ScoredBatch(score.answers.inputs, score, score.answers.num_positions)
+
+
+class OptionScore:
+    """The score of one batch of prompts with all their options."""
+
+    def __init__(
+        self, examples: Sequence[tuple[list[Encoded], float]], measure: Measure, batches: TrainingBatches
+    ) -> None:
+        """`examples`: the options of each, and the index of the right one."""
+        self._examples = examples
+        self._measure = measure
+        self._rows = [(index, group) for index, (options, _) in enumerate(examples) for group in alike(options)]
+        """The example of each row of the batch, and its options that the row scores."""
+        self.answers = AnswerBatch(
+            [[examples[index][0][option] for option in group] for index, group in self._rows],
             pad_token_id=batches.pad_token_id,
             side=batches.side,
             multiple=batches.multiple,
         )
 
-        def score(outputs: Any, batch: Any) -> float:
-            found = dict(zip((i for group in groups for i in group), made.log_likelihoods(outputs.logits), strict=True))
-            best = best_options(map(found.__getitem__, sorted(found)), [len(self._options[i]) for i in indices])
-            return self._measure(best, [self._labels[i] for i in indices])
+    def __call__(self, outputs: Any, batch: Any) -> float:
+        return self._measure(*self._compared(outputs, range(len(self._rows))))
 
-        return ScoredBatch(made.inputs, score, made.num_positions)
+    def of_rows(self, outputs: Any, rows: Sequence[int]) -> float | list[float]:
+        """The score of outputs whose rows are for these rows of the batch. Accuracy is returned for each row where each
+        example is one."""
+        best, labels = self._compared(outputs, rows)
+        if self._measure is accuracy and len(best) == len(rows):
+            return [float(b == label) for b, label in zip(best, labels, strict=True)]
+        return self._measure(best, labels)
+
+    def _compared(self, outputs: Any, rows: Sequence[int]) -> tuple[list[float], list[float]]:
+        """The most likely option of each example in these rows, and the right one."""
+        found = iter(self.answers.log_likelihoods(outputs.logits, rows=rows))
+        likelihoods, counts, labels = [], [], []
+        known: dict[int, tuple[float, int]] = {}
+        before = -1
+        for row in rows:
+            index, group = self._rows[row]
+            if known and (index != before or group[0] in known):
+                break
+            known |= {option: next(found) for option in group}
+            before = index
+            options, label = self._examples[index]
+            if len(known) == len(options):
+                likelihoods += [known[option] for option in range(len(options))]
+                counts.append(len(options))
+                labels.append(label)
+                known = {}
+        if known:
+            raise ValueError(
+                "the rows of a member must have all options of their examples, got a part of them: change num_members "
+                "or the batch (optimizer.params.num_members)"
+            )
+        return best_options(likelihoods, counts), labels

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +122,49 @@ def test_a_run_shows_its_score(job: list[str], tmp_path: Path, capsys: pytest.Ca
     out, err = capsys.readouterr()
     assert "\nscore " in out and "\nloss " not in out
     assert f"score {scores[-1]:.3f}, " in err
+
+
+@pytest.mark.parametrize("name", ["words", "mixed"])
+def test_rows_of_members_have_the_score_of_their_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, tokenizer = tasks()[name], AutoTokenizer.from_pretrained(FOLDER)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    args = parse_args([])
+    batches = TrainingBatches(
+        task.sequences("train", tokenizer, max_length=64), task=task, args=args, pad_token_id=0, batch_size=4
+    )
+
+    def scored(metric: str, *examples: int) -> tuple[Any, Any]:
+        objective = objective_of(parse_args(["--objective", metric]), task)
+        assert objective is not None
+        objective.prepare(tokenizer, max_length=64)
+        monkeypatch.setattr(batches, "indices", lambda position: examples)
+        batch = objective.batch_at(batches, 0)
+        return batch.score, model(**batch.inputs)
+
+    for metric in ("accuracy", "f1"):
+        whole, outputs = scored(metric, 0, 1, 2, 3)
+        first = 0
+        for examples in ((0, 1), (2, 3)):
+            part, its = scored(metric, *examples)
+            rows = 2 * list(range(first, first + len(its.logits)))  # + and -
+            score = whole.of_rows(SimpleNamespace(logits=outputs.logits[rows]), rows)
+            assert torch.as_tensor(score).mean().item() == pytest.approx(part(its, None))
+            first += len(its.logits)
+        if name == "mixed":
+            with pytest.raises(ValueError, match="must have all options of their examples"):
+                whole.of_rows(SimpleNamespace(logits=outputs.logits[[0, 0, 1]]), [0, 0, 1])
+
+
+@pytest.mark.usefixtures("single_process")
+@pytest.mark.parametrize("metric", ["accuracy", "f1"])
+def test_members_train_on_a_score_of_labels(job: list[str], tmp_path: Path, metric: str) -> None:
+    file = tmp_path / "zo.json"
+    config = json.loads(file.read_text())
+    config["optimizer"]["params"] |= {"noise": "rank1", "num_members": 2}
+    file.write_text(json.dumps(config))
+    summary = run(parse_args([*job, "--objective", metric]))
+    assert summary is not None and all(0 <= point.score <= 1 for point in summary.curve)
 
 
 @pytest.mark.usefixtures("single_process")

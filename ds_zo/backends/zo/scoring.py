@@ -9,7 +9,7 @@ ranks make the step, or none does.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from operator import itemgetter
 from typing import Any, Literal
 
@@ -25,7 +25,8 @@ from ds_zo.backends.zo.ranks import Ranks
 from ds_zo.logs import warn
 
 Objective = Callable[[Any, Any], Any]
-"""A function of a forward's outputs and its batch. Returns one number, or one number for each sequence."""
+"""A function of a forward's outputs and its batch. Returns one number, or one number for each sequence. For members, a
+method `of_rows(outputs, rows)` is called in its place, if there is one. `rows` has the sequence of each row."""
 
 
 class _WrongObjective(ValueError):
@@ -95,7 +96,8 @@ class Scoring:
             if losses is None:
                 raise no_losses()
             return losses
-        scores = self._scores(0, output, inputs, lengths={rows.num_rows})
+        sequences = rows.repeated(torch.arange(rows.num_sequences)).tolist()
+        scores = self._scores(0, output, inputs, lengths={rows.num_rows}, sequences=sequences)
         if scores.ndim:
             scores = rows.by_member(scores).float().mean(2)
         elif rows.num_rows > 1 and 0 not in self._errors:
@@ -105,6 +107,7 @@ class Scoring:
                     _rows_of(output, part, None if losses is None else losses.flatten()[index], rows=rows),
                     inputs.with_rows(itemgetter(part), num_rows=rows.num_rows),
                     lengths={rows.num_each},
+                    sequences=sequences[part],
                 )
                 for index, part in enumerate(rows.parts())
             ]
@@ -112,13 +115,24 @@ class Scoring:
         scores = scores.expand(rows.num_members, rows.num_signs)
         return (scores.clone() if self._minimise else -scores).to(self._ranks.device)
 
-    def _scores(self, index: int, output: Any, inputs: PassInputs, *, lengths: Collection[int]) -> torch.Tensor:
-        """What the objective returns, or NaN if it raises. `on_error` stands for NaN."""
+    def _scores(
+        self,
+        index: int,
+        output: Any,
+        inputs: PassInputs,
+        *,
+        lengths: Collection[int],
+        sequences: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """What the objective returns, or NaN if it raises. `on_error` stands for NaN. `sequences`: of the rows of
+        members."""
         assert self._objective is not None
+        of_rows = None if sequences is None else getattr(self._objective, "of_rows", None)
         self._errors.pop(index, None)
         self._is_calling = True
         try:
-            scores = _scores_of(self._objective(output, inputs.batch()), lengths=lengths)
+            value = self._objective(output, inputs.batch()) if of_rows is None else of_rows(output, sequences)
+            scores = _scores_of(value, lengths=lengths)
         except CannotInterleave:
             raise
         except Exception as error:
