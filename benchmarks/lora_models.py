@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from ds_zo.bench.shapes import materialise
-from ds_zo.ops import MXFP4, NF4_NESTED, mxfp4, nested, nf4
+from ds_zo.ops import nf4
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import attach_source
 from ds_zo.streaming.placement import WIRE, base_matrix_ids, is_linear
-from ds_zo.streaming.units import num_matrices
 
 _CHUNK_NUMEL = 2**24
 """Weights that are quantised at a time."""
@@ -31,12 +30,12 @@ class RepeatedBlock:
 
     def __init__(self, model: Any, frozen_dtype: str) -> None:
         self._draw, self._blocks = model._ds_zo_source, list(find_blocks(model))
-        self._wire = WIRE[frozen_dtype]
+        self._form = frozen_dtype
         matrices = base_matrix_ids(model)
         self._quantised = {
             name
             for name, p in model.named_parameters()
-            if id(p) in matrices and (self._wire is not MXFP4.dtype or p.dim() == 3)
+            if id(p) in matrices and (frozen_dtype != "mxfp4" or p.dim() == 3)
         }
         """Names of quantised matrices; in MXFP4 those of experts alone, as gpt-oss ships them."""
         self.kept: dict[str, Any] = {}
@@ -44,7 +43,7 @@ class RepeatedBlock:
 
     def shipped_wire(self, name: str) -> torch.dtype | None:
         is_quantised = name in self._quantised and self._block_of(name) is not None
-        return self._wire if is_quantised else None
+        return WIRE[self._form] if is_quantised else None
 
     def __call__(self, name: str) -> Any:
         block = self._block_of(name)
@@ -54,20 +53,26 @@ class RepeatedBlock:
         if name not in self._quantised:
             return self._draw(self._blocks[0] + rest)
         if rest not in self.kept:
-            self.kept[rest] = _quantised(self._draw(self._blocks[0] + rest), name, self._wire)
+            self.kept[rest] = _quantised(self._draw(self._blocks[0] + rest), name, self._form)
         return self.kept[rest]
 
     def _block_of(self, name: str) -> str | None:
         return next((block for block in self._blocks if name.startswith(f"{block}.")), None)
 
 
-def _quantised(values: torch.Tensor, name: str, wire: torch.dtype | None) -> nf4.Quantised:
-    """A matrix or a stack of experts, as a checkpoint holds it."""
+def _quantised(values: torch.Tensor, name: str, form: str) -> nf4.Quantised:
+    """A matrix or a stack of experts, as a checkpoint holds it. Checkouts that `side_by_side` measures may be without
+    the modules that are imported here."""
     shape = tuple(values.shape)
-    if wire is MXFP4.dtype:
+    if form == "mxfp4":
+        from ds_zo.ops import mxfp4
+
         packed, scales = _planes(mxfp4.quantise, values.split(1))
         return mxfp4.MXFP4Values(packed, scales, shape)
-    if wire is NF4_NESTED.dtype:
+    if form == "nf4_nested":
+        from ds_zo.ops import nested
+        from ds_zo.streaming.units import num_matrices
+
         rows = values.view(num_matrices(name, shape), -1)
         packed, scales = _planes(nested.quantise, rows)
         return nested.NestedValues(packed, scales.view(len(rows), -1), shape)
