@@ -90,8 +90,8 @@ class ZOBackend(Backend):
         """Evaluates members of rank-1 noise; None for other noise."""
         if self.store.members is not None:
             self._members = MemberPasses(module, self.store, self.settings, num_members=own)
-            log_limits(self.store.blocks.placement, graphs=config.section.cuda_graphs and device.type == "cuda")
-        graphs = config.section.cuda_graphs and device.type == "cuda" and self._members is None
+            log_limits(self.store.blocks.placement)
+        graphs = config.section.cuda_graphs and device.type == "cuda"
         self._graphs = BlockGraphs(self.store, lockstep, device=device) if graphs else None
         self._activations = Activations(module)
         self._passes = TrainingPasses(
@@ -409,9 +409,9 @@ class ZOBackend(Backend):
         finally:
             self.weights_by_name.give_back()
             self._passes.close()
+            if self._graphs is not None:
+                self._graphs.close()
             if self.store.members is not None:
                 self.store.members.close()
             self._trained_parameters.close()
-            if self._graphs is not None:
-                self._graphs.close()
             self.weights_by_name.close()

@@ -1,10 +1,10 @@
 """Records CUDA graphs of blocks that are too small to keep the GPU busy while Python launches their kernels.
 
-Working copies made in pairs lie at the same two addresses in every step. So a block's forward in one pass is the same
-list of kernels each time: it is recorded once and replayed by one launch. Inputs are copied to the addresses that the
-recording reads, and outputs are copied out. A block is recorded only if one run showed that it can be replayed. It must
-take and return tensors, draw no random numbers, read no value back to the host, and change no input. Every other block
-runs as usual.
+Working copies made in pairs lie at the same two addresses in every step. So do the one copy and the factors of members.
+So a block's forward in one pass is the same list of kernels each time: it is recorded once and replayed by one launch.
+Inputs are copied to the addresses that the recording reads, and outputs are copied out. A block is recorded only if one
+run showed that it can be replayed. It must take and return tensors, draw no random numbers, read no value back to the
+host, and change no input. Every other block runs as usual.
 
 [Note: tensors that modules keep] Recorded kernels read masks and position tables at their addresses at recording time.
 A module that makes a longer table for a longer batch frees the first table, and its memory is used for something else.
@@ -185,7 +185,9 @@ class BlockGraphs:
         if self._recorded_for is not self._store.materialiser:  # working copies have other addresses
             self.forget()
             self._recorded_for = self._store.materialiser
-        if self._disabled or not (self._lockstep.inside and self._store.materialiser.in_one_launch):
+        members, has_fixed_copies = self._store.members, self._store.materialiser.has_fixed_copies
+        state = () if members is None else members.state
+        if self._disabled or state is None or not (self._lockstep.inside and has_fixed_copies):
             return forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -196,7 +198,7 @@ class BlockGraphs:
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         trains = modules[0].training
         flags = trains if all(m.training is trains for m in modules) else tuple(m.training for m in modules)
-        kind = (flags, autocast, len(args), tuple(kwargs), others, shapes)
+        kind = (flags, autocast, len(args), tuple(kwargs), others, shapes, state)
         if not self._admits(kind):
             return forward(*args, **kwargs)
         key = (id(unit), self._lockstep.current, *kind)
@@ -213,6 +215,9 @@ class BlockGraphs:
         if recording.capture_state.is_stale:
             self._drop(key)
             return forward(*args, **kwargs)
+        if members is not None:
+            for tensor in tensors:
+                members.note_tokens(tensor)
         return recording.replay(tensors)
 
     def _calls_hooks(self, capture_state: CaptureState) -> bool:

@@ -91,6 +91,8 @@ class Materialiser:
         """Scratch for the block's copy with the other sign, or None; see [Note: copies in pairs]."""
         self.in_one_launch = pairs and num_passes == 2
         """Whether one launch makes the copies of a step's two passes, each always at the same address."""
+        self.has_fixed_copies = self.in_one_launch or num_passes == 1
+        """Whether a block's copies for each pass lie at the same addresses in every step."""
         self._as_stored = num_passes > 1 and not (self.in_one_launch and placement.narrow)
         """Passes start from weights rounded as a slot would store them, so that every device computes the same bits.
         False where one launch makes all copies from narrow storage: then only the copies are rounded."""

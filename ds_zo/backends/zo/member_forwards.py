@@ -6,7 +6,7 @@ For a member's rows x, a linear module returns `x W^T + b + sign * zo_eps * (x .
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -35,9 +35,8 @@ class MemberForwards:
         self._placement = placement
         self._num_members = num_members
         self._device = device
-        self._signs = torch.tensor([[1.0], [-1.0]], device=device)
-        self._scale = self._signs
-        """The scale of the noise for each sign, in a column."""
+        self._scale = 0.0
+        """The scale of the noise of + rows."""
         self._rows: MemberRows | None = None
         """The rows of the forward that is running; None outside of passes with members."""
         self._num_tokens = 0
@@ -45,7 +44,12 @@ class MemberForwards:
         self._outputs: tuple[Outputs, int] | None = None
         """Outputs to be recorded, and the number of rows of them that count; None: no outputs."""
         self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """(u [member, row], v [member, column]) of each trained matrix whose unit is materialised, by parameter id."""
+        """(u [member, row], v [member, column]) of each trained matrix, by parameter id. Other units overwrite the
+        numbers once a unit is not materialised any more."""
+        self._placed: dict[int, tuple[bool, list[ops.SegmentTable], list[torch.Tensor]]] = {}
+        """By the unit's id: whether it is pass-long, its tables, and the memory of the factors of each."""
+        self._num_moves = 0
+        """How often factors got other addresses."""
         self._at, nbytes = self._plan_scratch()
         """Where in the scratch the factors of each unit outside the blocks begin, by the unit's id."""
         self._scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -98,12 +102,24 @@ class MemberForwards:
 
     def fill(self, unit: Unit, noise: ops.Noise) -> None:
         """Fills the factors of a unit that is being materialised. `noise`: of the rank's first member."""
+        is_pass_long, tables = self._is_pass_long(unit), self._tables(unit)
+        known = self._placed.get(id(unit))
+        if known is None or known[0] != is_pass_long or list(map(id, known[1])) != list(map(id, tables)):
+            known = self._placed[id(unit)] = is_pass_long, tables, self._place(unit, tables)
+        for table, out in zip(tables, known[2], strict=True):
+            ops.factors(table, noise=noise, out=out)
+
+    def _place(self, unit: Unit, tables: list[ops.SegmentTable]) -> list[torch.Tensor]:
+        """Memory for the factors of each table. Makes the views that forwards read. Slicing costs more than launching a
+        small block's kernels."""
+        self._num_moves += 1
         scratch = self._scratch_of(unit)
+        found = []
         factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for table in self._tables(unit):
+        for table in tables:
             numel = self._num_members * table.factors.numel
             out = scratch[: numel * table.factor_dtype.itemsize].view(table.factor_dtype).view(self._num_members, -1)
-            ops.factors(table, noise=noise, out=out)
+            found.append(out)
             factors |= table.factors.views(out)
             scratch = scratch[self._table_nbytes(table) :]
         for placed in unit.placed:
@@ -111,9 +127,13 @@ class MemberForwards:
                 self._factors[id(placed.parameter)] = factors[placed.offset]
             else:
                 self._factors.pop(id(placed.parameter), None)
+        return found
+
+    def _is_pass_long(self, unit: Unit) -> bool:
+        return any(unit is other for other in self._placement.pass_long)
 
     def _scratch_of(self, unit: Unit) -> torch.Tensor:
-        if any(unit is other for other in self._placement.pass_long):
+        if self._is_pass_long(unit):
             scratch, nbytes = self._own_scratch.get(id(unit)), self._nbytes(unit)
             if scratch is None or len(scratch) < nbytes:  # parameters of it may be trained later
                 scratch = self._own_scratch[id(unit)] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -123,8 +143,7 @@ class MemberForwards:
     @contextmanager
     def adding_noise(self, rows: MemberRows, *, scale: float) -> Iterator[None]:
         """Context of a forward over these rows, to which the members' noise is added at this scale."""
-        self._rows, self._num_tokens = rows, 0
-        self._scale = scale * self._signs[: rows.num_signs]
+        self._rows, self._scale, self._num_tokens = rows, scale, 0
         try:
             yield
         finally:
@@ -140,15 +159,28 @@ class MemberForwards:
         finally:
             self._outputs = None
 
+    @property
+    def state(self) -> Hashable | None:
+        """What else decides which kernels a forward launches, and the addresses that they read. None: a forward must
+        call its modules."""
+        return None if self._outputs is not None else (self._rows, self._scale, self._num_moves)
+
+    def note_tokens(self, x: torch.Tensor) -> None:
+        """Notes the number of tokens of an input with three dimensions."""
+        if self._rows is not None and x.ndim >= 3 and len(x) == self._rows.num_rows:
+            self._num_tokens = x.shape[:-1].numel()
+
     def _call(self, name: str, module: Any, forward: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         output: torch.Tensor = forward(*args, **kwargs)
-        factors = None if self._rows is None else self._factors.get(id(module.weight))
-        if self._rows is not None and factors is not None:
+        rows = self._rows
+        factors = None if rows is None else self._factors.get(id(module._parameters["weight"]))
+        if rows is not None and factors is not None:
             x = args[0] if args else next(iter(kwargs.values()))
-            self._check_rows(name, x, self._rows, is_ids=isinstance(module, nn.Embedding))
-            add = _add_to_embedding if isinstance(module, nn.Embedding) else _add_to_product
+            is_embedding = isinstance(module, nn.Embedding)
+            self._check_rows(name, x, rows, is_ids=is_embedding)
+            add = _add_to_embedding if is_embedding else _add_to_product
             u, v = factors if isinstance(module, (nn.Linear, nn.Embedding)) else factors[::-1]
-            output = add(output, x, u, v, scale=self._scale, rows=self._rows)
+            output = add(output, x, u, v, scale=self._scale, rows=rows)
         if self._outputs is not None:
             outputs, num_rows = self._outputs
             outputs.append((name, _projection(output[:num_rows])))
@@ -157,8 +189,7 @@ class MemberForwards:
     def _check_rows(self, name: str, x: torch.Tensor, rows: MemberRows, *, is_ids: bool) -> None:
         """Raises unless the module's input has the rows of the batch, or the tokens of all rows one after the other, or
         ids that all rows share, such as positions."""
-        if x.ndim >= 3 and len(x) == rows.num_rows:
-            self._num_tokens = x.shape[:-1].numel()
+        self.note_tokens(x)
         allowed = (1, rows.num_rows) if is_ids else (rows.num_rows, self._num_tokens if x.ndim == 2 else -1)
         if x.ndim < 2 or len(x) not in allowed:
             raise ValueError(
@@ -168,7 +199,7 @@ class MemberForwards:
 
 
 def _add_to_product(
-    output: torch.Tensor, x: torch.Tensor, u: torch.Tensor, v: torch.Tensor, *, scale: torch.Tensor, rows: MemberRows
+    output: torch.Tensor, x: torch.Tensor, u: torch.Tensor, v: torch.Tensor, *, scale: float, rows: MemberRows
 ) -> torch.Tensor:
     """Adds the noise to the output of a linear module, in place."""
     along_v = torch.bmm(x.reshape(rows.num_members, -1, x.shape[-1]), v[:, :, None])
@@ -177,22 +208,25 @@ def _add_to_product(
 
 
 def _add_to_embedding(
-    output: torch.Tensor, ids: torch.Tensor, u: torch.Tensor, v: torch.Tensor, *, scale: torch.Tensor, rows: MemberRows
+    output: torch.Tensor, ids: torch.Tensor, u: torch.Tensor, v: torch.Tensor, *, scale: float, rows: MemberRows
 ) -> torch.Tensor:
     """The output of an embedding with the noise. Ids that all rows share get a row for each."""
     if len(ids) != rows.num_rows:
         ids, output = (t.expand(rows.num_rows, *t.shape[1:]).contiguous() for t in (ids, output))
-    _add(output, u.gather(1, ids.reshape(rows.num_members, -1).long()), v, scale=scale, rows=rows)
+    coefficients = u.gather(1, ids.reshape(rows.num_members, -1).long())
+    _add(output, coefficients[:, :, None], v, scale=scale, rows=rows)
     return output
 
 
 def _add(
-    output: torch.Tensor, coefficients: torch.Tensor, vectors: torch.Tensor, *, scale: torch.Tensor, rows: MemberRows
+    output: torch.Tensor, coefficients: torch.Tensor, vectors: torch.Tensor, *, scale: float, rows: MemberRows
 ) -> None:
-    """Adds `sign * zo_eps * coefficient * vector` to each token's output, where each member has its own vector."""
-    scaled = coefficients.view(rows.num_members, rows.num_signs, -1) * scale
+    """Adds `scale * coefficient * vector` to each token's output, and subtracts it in - rows. Each member has its own
+    vector. `coefficients`: [member, token, 1], which are changed. Few operations: small modules wait for launches."""
+    if rows.antithetic:
+        coefficients.view(rows.num_members, 2, -1)[:, 1].neg_()
     by_member = output.view(rows.num_members, -1, output.shape[-1])
-    by_member.baddbmm_(scaled.view(rows.num_members, -1, 1).to(output.dtype), vectors[:, None, :])
+    by_member.baddbmm_(coefficients.to(output.dtype), vectors[:, None, :], alpha=scale)
 
 
 def _projection(output: torch.Tensor) -> torch.Tensor:

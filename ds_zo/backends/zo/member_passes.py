@@ -130,13 +130,12 @@ class MemberPasses:
                 )
 
 
-def log_limits(placement: Placement, *, graphs: bool) -> None:
-    """Logs what rank-1 noise leaves out. `graphs`: whether blocks would be recorded with other noise."""
+def log_limits(placement: Placement) -> None:
+    """Logs what rank-1 noise leaves out."""
     trained = [p for unit in placement.units for p in unit.placed if p.trainable]
     vectors = sum(len(p.shape) < 2 for p in trained)
     left_out = f"{vectors} of {len(trained)} trained parameters are vectors, which get weight decay alone"
-    slower = "; blocks run without CUDA graphs (ds_zo.cuda_graphs)" if graphs else ""
-    show(f'ds_zo: noise "rank1" is for matrices: {left_out}{slower}')
+    show(f'ds_zo: noise "rank1" is for matrices: {left_out}')
 
 
 def no_losses() -> ValueError:

@@ -19,8 +19,10 @@ from tests.helpers.zoo import CASES, seeded
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("single_process")]
 
 
-def run(make: Any, batch: Any, *, graphs: bool, dtype: str | None = None, num_steps: int = 8) -> tuple[Weights, int]:
-    config = zo_config(lr=1e-4, offload=False, dtype=dtype, section={"cuda_graphs": graphs})
+def run(
+    make: Any, batch: Any, *, graphs: bool, dtype: str | None = None, num_steps: int = 8, **params: Any
+) -> tuple[Weights, int]:
+    config = zo_config(lr=1e-4, offload=False, dtype=dtype, section={"cuda_graphs": graphs}, **params)
     with zo_engine(make(), config) as engine:
         for step in range(num_steps):
             one_step(engine, batch(step % 3))
@@ -38,6 +40,35 @@ def test_graphs_change_nothing(name: str, dtype: str | None) -> None:
     assert none == 0
     assert num_recorded > 0
     assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("antithetic", [True, False])
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2"])
+def test_graphs_of_members_change_nothing(name: str, antithetic: bool) -> None:
+    case = CASES[name]
+    size = len(case.batch(0)["input_ids"])
+    trained = partial(run, case.make, case.batch, noise="rank1", num_members=2 * size, antithetic=antithetic)
+    (expected, none), (found, num_recorded) = trained(graphs=False), trained(graphs=True)
+    assert none == 0
+    assert num_recorded > 0
+    assert_equal(found, expected)
+
+
+def test_recordings_of_members_follow_their_factors() -> None:
+    """Factors get other addresses when another matrix is trained."""
+    case = CASES["llama"]
+    found = []
+    for graphs in (False, True):
+        config = zo_config(lr=1e-4, offload=False, section={"cuda_graphs": graphs}, noise="rank1", num_members=2)
+        with zo_engine(case.make(), config) as engine:
+            frozen = next(p for name, p in engine.module.named_parameters() if "layers.0" in name and "q_proj" in name)
+            for step in range(15):
+                frozen.requires_grad_(step // 5 != 1)
+                one_step(engine, case.batch(0))
+            found.append(masters_of(engine))
+            if graphs:
+                assert any(engine.backend._graphs._recordings.values())
+    assert_equal(*found)
 
 
 def test_blocks_are_recorded_again_after_every_recording_was_dropped() -> None:
