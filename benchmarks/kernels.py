@@ -15,6 +15,7 @@ from ds_zo import ops
 from ds_zo.bench.measure import link_gbps, start_device
 
 NUM_WARMUPS, NUM_TIMED = 5, 30
+MATRIX_COLUMNS = 4096
 FLUSH_BYTES = 256 << 20
 """Written between timings, so that no case finds its tensors in the L2 cache."""
 
@@ -56,6 +57,15 @@ def cases(numel: int) -> Iterator[tuple[str, Callable[[], object], int]]:
     yield "bf16 replay 1 + perturb 1, odd offset", call(theta, one, to=slot, out=out, table=odd_table), 6 * numel
     yield "bf16 replay 1 + perturb 1, rademacher", call(theta, one, to=slot, out=out, noise=signs), 6 * numel
     yield "bf16 perturb, rademacher", call(theta, out=out, noise=signs), 4 * numel
+    matrix = ops.Matrix(0, numel // MATRIX_COLUMNS, MATRIX_COLUMNS)
+    segment = ops.Segment(start=0, numel=matrix.num_rows * matrix.num_columns, offset=0, matrix=matrix)
+    of_matrix = ops.build_table([segment], device, factor_dtype=torch.bfloat16)
+    rank1 = ops.Noise(seed=1, step=3, distribution="rank1")
+    for members in (32, 1024):
+        pending = ops.Pending(torch.full((1, 2 + members), 1e-6, device=device), 0, 1, members)
+        update = call(theta, pending, to=theta, fold=True, noise=rank1, table=of_matrix)
+        yield f"bf16 fold 1, rank1, {members} members", update, 4 * numel
+    yield "torch.randn_like bf16 and add_", lambda: values.add_(torch.randn_like(values), alpha=1e-6), 10 * numel
     split = ops.Planes(values, low=torch.zeros(numel, dtype=torch.int16, device=device))
     yield "bf16 split fold 1", call(split, one, to=split, fold=True), 8 * numel
     yield "bf16 copy", partial(slot.storage.copy_, values), 4 * numel

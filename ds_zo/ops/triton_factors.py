@@ -12,7 +12,7 @@ from ds_zo.ops.formats import storage_format
 from ds_zo.ops.schema import KernelCall, Noise, Pending
 from ds_zo.ops.segments import SegmentTable
 from ds_zo.ops.triton_formats import format_id, load_values, nearest_addend, round_to, store_values
-from ds_zo.ops.triton_launch import as_int32, as_integers, key_words
+from ds_zo.ops.triton_launch import as_int32, key_words, launch
 from ds_zo.ops.triton_noise import NUM_PURPOSES, normal_lanes, philox
 
 TILE = 256
@@ -87,20 +87,25 @@ def factors_triton(table: SegmentTable, noise: Noise, out: torch.Tensor, *, pend
     num_blocks = layout.blocks.numel()
     if out.numel() == 0:
         return
-    _factors_kernel[(len(out), triton.cdiv(num_blocks, TILE))](
-        layout.blocks,
-        as_integers(out),
-        layout.blocks if pending is None else pending.log,
-        num_blocks,
-        0 if pending is None else pending.first_entry % len(pending.log),
-        1 if pending is None else len(pending.log),
-        *key_words(noise.seed),
-        as_int32(noise.step),
-        noise.direction,
-        LOG_WIDTH=0 if pending is None else pending.log.shape[1],
-        Q=1 if pending is None else pending.num_directions,
-        FORMAT=format_id(storage_format(out.dtype)),
-        TILE=TILE,
+    log = layout.blocks if pending is None else pending.log
+    launch(
+        _factors_kernel,
+        (len(out), triton.cdiv(num_blocks, TILE)),
+        (layout.blocks, out, log),
+        (
+            num_blocks,
+            0 if pending is None else pending.first_entry % len(pending.log),
+            1 if pending is None else len(pending.log),
+            *key_words(noise.seed),
+            as_int32(noise.step),
+            noise.direction,
+        ),
+        {
+            "LOG_WIDTH": 0 if pending is None else pending.log.shape[1],
+            "Q": 1 if pending is None else pending.num_directions,
+            "FORMAT": format_id(storage_format(out.dtype)),
+            "TILE": TILE,
+        },
         num_warps=8,
         enable_fp_fusion=False,
     )

@@ -36,7 +36,7 @@ from ds_zo.ops.triton_formats import (
     store_values,
     unbias,
 )
-from ds_zo.ops.triton_launch import as_int32, as_integers, key_words
+from ds_zo.ops.triton_launch import as_int32, key_words, launch
 from ds_zo.ops.triton_noise import draw_elements, draw_lanes, fold_elements, fold_lanes
 
 LANES = 256
@@ -364,7 +364,7 @@ def replay_perturb_triton(call: KernelCall) -> None:
         None if layout is None else layout.chunk_matrices,
     )
     unused = call.table.chunks
-    given = [unused if tensor is None else as_integers(tensor) for tensor in tensors]
+    given = [unused if tensor is None else tensor for tensor in tensors]
     num_entries = call.num_entries
     capacity = 1 if pending is None else pending.log.shape[0]
     first_entry = 0 if pending is None else pending.first_entry % capacity
@@ -372,38 +372,36 @@ def replay_perturb_triton(call: KernelCall) -> None:
         if not chunks.trainable and call.leaves_frozen_alone:
             continue
         store = _store_kind(call, chunks.trainable)
-        _replay_perturb_kernel[(chunks.count,)](
-            call.table.chunks,
-            *given,
-            chunks.first,
-            num_entries,
-            first_entry,
-            capacity,
-            *key_words(noise.seed),
-            as_int32(noise.step),
+        numbers = (
+            *(chunks.first, num_entries, first_entry, capacity, *key_words(noise.seed), as_int32(noise.step)),
             noise.direction,
             0.0 if copies is None else float(copies.scale),
             0 if layout is None else layout.blocks.numel(),
-            NUM_GROUPS=0 if pending is None or not num_entries else pending.num_groups,
-            Q=1 if pending is None else pending.num_directions,
-            FORMAT=format_id(call.format),
-            OUT_FORMAT=0 if copies is None else format_id(storage_format(copies.out.dtype)),
-            NORMAL=noise.distribution != "rademacher",
-            COPY_BITS=COPY_DITHER_BITS[noise.distribution],
-            TRAINABLE=chunks.trainable,
-            VECTOR=chunks.vector,
-            REPLAY=num_entries > 0,
-            HAS_LOW_IN=source.low is not None and (chunks.trainable or store in (_KEEP.value, _SPLIT.value)),
-            STORE=store,
-            WRITE=to is not None,
-            HAS_OUT=copies is not None,
-            HAS_PAIR=copies is not None and copies.pair is not None,
-            PERTURB=call.perturbs,
-            DITHER_OUT=call.rounds_copies,
-            HAS_STILL=call.table.still is not None,
-            FACTORS=_NOT_RANK1.value if factors is None else format_id(storage_format(factors.dtype)),
-            LANE_ROWS=layout is not None and layout.lanes_in_rows and chunks.vector,
-            LANES=LANES,
+        )
+        constants = {
+            "NUM_GROUPS": 0 if pending is None or not num_entries else pending.num_groups,
+            "Q": 1 if pending is None else pending.num_directions,
+            "FORMAT": format_id(call.format),
+            "OUT_FORMAT": 0 if copies is None else format_id(storage_format(copies.out.dtype)),
+            "NORMAL": noise.distribution != "rademacher",
+            "COPY_BITS": COPY_DITHER_BITS[noise.distribution],
+            "TRAINABLE": chunks.trainable,
+            "VECTOR": chunks.vector,
+            "REPLAY": num_entries > 0,
+            "HAS_LOW_IN": source.low is not None and (chunks.trainable or store in (_KEEP.value, _SPLIT.value)),
+            "STORE": store,
+            "WRITE": to is not None,
+            "HAS_OUT": copies is not None,
+            "HAS_PAIR": copies is not None and copies.pair is not None,
+            "PERTURB": call.perturbs,
+            "DITHER_OUT": call.rounds_copies,
+            "HAS_STILL": call.table.still is not None,
+            "FACTORS": _NOT_RANK1.value if factors is None else format_id(storage_format(factors.dtype)),
+            "LANE_ROWS": layout is not None and layout.lanes_in_rows and chunks.vector,
+            "LANES": LANES,
+        }
+        launch(
+            *(_replay_perturb_kernel, (chunks.count,), (call.table.chunks, *given), numbers, constants),
             num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )

@@ -24,6 +24,8 @@ from ds_zo.streaming.blocks import find_blocks
 
 LOSS_CHUNK_NUMEL = 2**22
 """Logits that the loss of ZO and LOMO converts to float32 at a time: 16 MB, and 16 MB for their log-softmax."""
+_MOST_CHUNKS = 64
+"""Chunks of a loss whose logits are all in memory. Many small chunks cost launches."""
 _SUM = 2
 """The number of `reduction="sum"` in `aten.nll_loss_backward`."""
 
@@ -97,7 +99,7 @@ class RowLosses:
         **unused: Any,
     ) -> torch.Tensor:
         targets = _targets(labels, shift_labels, ignore_index=ignore_index).to(logits.device)
-        chunk = max(1, LOSS_CHUNK_NUMEL // vocab_size)
+        chunk = max(1, LOSS_CHUNK_NUMEL // vocab_size, -(-targets.numel() // _MOST_CHUNKS))
         tokens = zip(logits.reshape(-1, vocab_size).split(chunk), targets.reshape(-1).split(chunk), strict=True)
         losses = [cross_entropy(x.float(), y, ignore_index=ignore_index, reduction="none") for x, y in tokens]
         self.sums = torch.cat(losses).view(targets.shape).sum(1)

@@ -54,6 +54,20 @@ def test_graphs_of_members_change_nothing(name: str, antithetic: bool) -> None:
     assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("params", [{}, {"noise": "rank1", "num_members": 2}])
+def test_direct_launches_change_nothing(params: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """See [Note: direct launches]."""
+    from ds_zo.ops import triton_launch
+
+    case = CASES["llama"]
+    found, _ = run(case.make, case.batch, graphs=False, dtype="bf16", **params)
+    assert triton_launch._is_direct and triton_launch._compiled, "Triton refused a direct launch"
+    monkeypatch.setattr(triton_launch, "_is_direct", False)
+    monkeypatch.setattr(triton_launch, "_compiled", {})
+    expected, _ = run(case.make, case.batch, graphs=False, dtype="bf16", **params)
+    assert_equal(found, expected)
+
+
 def test_recordings_of_members_follow_their_factors() -> None:
     """Factors get other addresses when another matrix is trained."""
     case = CASES["llama"]
