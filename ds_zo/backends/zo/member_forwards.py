@@ -7,7 +7,7 @@ For a member's rows x, a linear module returns `x W^T + b + sign * zo_eps * (x .
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,11 @@ from torch import nn
 
 from ds_zo import ops
 from ds_zo.backends.common.plain_copies import StandIn, own_forward
+from ds_zo.backends.zo.member_check import MemberCheck
 from ds_zo.backends.zo.members import MemberRows
 from ds_zo.config import ConfigError
 from ds_zo.streaming.placement import Placement
 from ds_zo.streaming.units import Unit
-
-Outputs = list[tuple[str, torch.Tensor]]
-"""Names of the modules that a forward called, in their order, and a projection of their outputs."""
 
 
 class MemberForwards:
@@ -41,8 +39,8 @@ class MemberForwards:
         """The rows of the forward that is running; None outside of passes with members."""
         self._num_tokens = 0
         """Tokens of all rows, in the newest input with three dimensions."""
-        self._outputs: tuple[Outputs, int] | None = None
-        """Outputs to be recorded, and the number of rows of them that count; None: no outputs."""
+        self._check: MemberCheck | None = None
+        """What looks at each call, in passes of the check of the first step."""
         self._factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """(u [member, row], v [member, column]) of each trained matrix, by parameter id. Other units overwrite the
         numbers once a unit is not materialised any more."""
@@ -150,20 +148,20 @@ class MemberForwards:
             self._rows = None
 
     @contextmanager
-    def recording(self, num_rows: int) -> Iterator[Outputs]:
-        """Context in which a projection of every output is recorded, of its first `num_rows` rows."""
-        outputs: Outputs = []
-        self._outputs = outputs, num_rows
+    def checked(self, rows: MemberRows) -> Iterator[MemberCheck]:
+        """Context of the passes of the check of the first step."""
+        weights = {id(m._parameters["weight"]): f"{name}.weight" for m, name in self._owners.items()}
+        self._check = MemberCheck(rows, weights)
         try:
-            yield outputs
+            yield self._check
         finally:
-            self._outputs = None
+            self._check = None
 
     @property
     def state(self) -> Hashable | None:
         """What else decides which kernels a forward launches, and the addresses that they read. None: a forward must
         call its modules."""
-        return None if self._outputs is not None else (self._rows, self._scale, self._num_moves)
+        return None if self._check is not None else (self._rows, self._scale, self._num_moves)
 
     def note_tokens(self, x: torch.Tensor) -> None:
         """Notes the number of tokens of an input with three dimensions."""
@@ -171,9 +169,10 @@ class MemberForwards:
             self._num_tokens = x.shape[:-1].numel()
 
     def _call(self, name: str, module: Any, forward: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        output: torch.Tensor = forward(*args, **kwargs)
-        rows = self._rows
-        factors = None if rows is None else self._factors.get(id(module._parameters["weight"]))
+        rows, check, weight = self._rows, self._check, module._parameters["weight"]
+        with nullcontext() if check is None else check.using(weight):
+            output: torch.Tensor = forward(*args, **kwargs)
+        factors = None if rows is None and check is None else self._factors.get(id(weight))
         if rows is not None and factors is not None:
             x = args[0] if args else next(iter(kwargs.values()))
             is_embedding = isinstance(module, nn.Embedding)
@@ -181,9 +180,8 @@ class MemberForwards:
             add = _add_to_embedding if is_embedding else _add_to_product
             u, v = factors if isinstance(module, (nn.Linear, nn.Embedding)) else factors[::-1]
             output = add(output, x, u, v, scale=self._scale, rows=rows)
-        if self._outputs is not None:
-            outputs, num_rows = self._outputs
-            outputs.append((name, _projection(output[:num_rows])))
+        if check is not None and factors is not None:
+            check.saw(name, output, weight, factors[0][0], factors[1][0])
         return output
 
     def _check_rows(self, name: str, x: torch.Tensor, rows: MemberRows, *, is_ids: bool) -> None:
@@ -227,13 +225,6 @@ def _add(
         coefficients.view(rows.num_members, 2, -1)[:, 1].neg_()
     by_member = output.view(rows.num_members, -1, output.shape[-1])
     by_member.baddbmm_(coefficients.to(output.dtype), vectors[:, None, :], alpha=scale)
-
-
-def _projection(output: torch.Tensor) -> torch.Tensor:
-    """A number for each token. Outputs that differ have other numbers, but for rare cases."""
-    generator = torch.Generator().manual_seed(output.shape[-1])
-    direction = torch.randn(output.shape[-1], generator=generator).to(output.device)
-    return output.float() @ direction
 
 
 def _owners(module: nn.Module, placement: Placement, *, at: str) -> dict[nn.Module, str]:

@@ -1,5 +1,4 @@
-"""The pass that evaluates all members of a rank, and the check in the first step that noise outside the weights equals
-noise in the weights."""
+"""The pass that evaluates all members of a rank, and the passes of the check in the first step."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 
 from ds_zo.backends.common.chunked_loss import RowLosses
-from ds_zo.backends.zo.member_forwards import Outputs
+from ds_zo.backends.zo.member_check import WEIGHTS_SCALE
 from ds_zo.backends.zo.members import MemberRows, losses_of_members
 from ds_zo.backends.zo.outputs import floats_of, tensors_of, with_tensors
 from ds_zo.backends.zo.pass_inputs import PassInputs, has_rows
@@ -19,13 +18,6 @@ from ds_zo.backends.zo.store import ZOStore
 from ds_zo.config import ZOParams
 from ds_zo.logs import show
 from ds_zo.streaming.placement import Placement
-
-_CHECK_SCALE = 10
-"""The check's noise has this many times the scale of `zo_eps`, so that rounding hides less of it."""
-_ROUNDING = 32
-"""Largest relative difference that the check allows, in steps of the dtype between numbers near 1."""
-_LEAST_DIFFERENCE = 1e-3
-_TF32_EPS = 2.0**-10
 
 
 class MemberPasses:
@@ -80,46 +72,25 @@ class MemberPasses:
         )
 
     def check(self, inputs: PassInputs, run: Callable[[PassInputs], None], rewind: Callable[[], None]) -> None:
-        """Compares the rows of the first member and sign with a pass whose weights have their noise, and raises if they
-        differ. `inputs`: of the pass. `run` runs a pass."""
+        """See [Note: check of members]. `inputs`: of the pass. `run` runs a pass."""
         self._refuse_dropout()
-        num_rows = self.rows.num_each
-        scale = _CHECK_SCALE * self._settings.zo_eps
-        first = inputs.with_rows(lambda x: x[:num_rows], num_rows=self.rows.num_rows)
-        found: list[tuple[Outputs, torch.Tensor]] = []
-        for in_weights in (False, True):
+        first = inputs.with_rows(lambda x: x[: self.rows.num_each], num_rows=self.rows.num_rows)
+        materialiser = self._store.materialiser
+        with self._forwards.checked(self.rows) as check:
             rewind()
-            with self._forwards.recording(num_rows) as outputs:
-                if in_weights:
-                    materialiser = self._store.materialiser
-                    try:
-                        materialiser.noise_scale = scale
-                        run(first)
-                    finally:
-                        materialiser.noise_scale = 0.0
-                else:
-                    with self._forwards.adding_noise(self.rows, scale=scale):
-                        run(inputs)
-            found.append((outputs, self.row_losses.sums[:num_rows]))
-        (ours, our_losses), (theirs, their_losses) = found
-        ours.append(("the loss", our_losses))
-        theirs.append(("the loss", their_losses))
-        allowed = self._allowed_difference()
-        for (name, a), (other, b) in zip(ours, theirs, strict=False):
-            if name != other or a.shape[1:] != b.shape[1:] or not (a - b).norm() <= allowed * a.norm():
-                raise ValueError(
-                    f'noise "rank1" is added to the outputs of modules, and at {name} this gives another result than '
-                    "noise in the weights, because the forward uses a weight outside its module's forward, or computes "
-                    'on rows of the batch together: freeze such weights, or use noise "mezo" (optimizer.params.noise)'
-                )
-
-    def _allowed_difference(self) -> float:
-        """The relative difference of two outputs that rounding explains."""
-        wide = (p.dtype for p in self._module.parameters() if p.is_floating_point() and p.itemsize > 1)
-        eps = max(torch.finfo(dtype).eps for dtype in wide)
-        if self._store.blocks.device.type == "cuda":
-            eps = max(eps, _TF32_EPS)
-        return max(_LEAST_DIFFERENCE, _ROUNDING * eps)
+            with check.detector, self.adding_noise():
+                run(inputs)
+            if self.row_losses.loss is not None:
+                check.saw_losses(self.row_losses.sums)
+            check.raise_for_uses()
+            rewind()
+            check.in_weights = True
+            try:
+                materialiser.noise_scale = WEIGHTS_SCALE
+                run(first)
+            finally:
+                materialiser.noise_scale = 0.0
+            check.raise_for_noise()
 
     def _refuse_dropout(self) -> None:
         for name, m in self._module.named_modules():

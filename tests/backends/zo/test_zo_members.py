@@ -240,6 +240,45 @@ def test_an_objective_gets_the_rows_of_all_outputs() -> None:
     assert len(engine(**batch)["predictions"]) == len(batch["labels"])
 
 
+class Mixing(nn.Module):
+    """A model in which a row of the batch depends on others: by their mean, or by a layer that takes time first."""
+
+    def __init__(self, *, time_first: bool) -> None:
+        super().__init__()
+        self.time_first = time_first
+        self.first, self.middle, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = self.middle(x.transpose(0, 1)).transpose(0, 1) if self.time_first else self.middle(x - x.mean(0))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("time_first", [False, True])
+def test_rows_that_mix_are_refused(time_first: bool) -> None:
+    engine = engine_for(Mixing(time_first=time_first), rank1_json(4, params={"antithetic": False}))
+    with pytest.raises(ValueError, match="at middle other rows have reached a row"):
+        engine.zo_step({"x": torch.randn(4, 4, 4)}, lambda o, b: o.mean((1, 2)))
+
+
+def test_noise_outside_the_weights_is_compared_with_that_of_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = ops.factors
+
+    def wrong(table: Any, *, noise: Any, out: torch.Tensor) -> None:
+        make(table, noise=noise, out=out)
+        out[:, 0] *= -1  # one number of u or v
+
+    monkeypatch.setattr(ops, "factors", wrong)
+    with pytest.raises(RuntimeError, match=r"the noise outside the weight of .* differs from that of its update"):
+        engine_for(small(), rank1_json())(**tiny_batch("llama"))
+
+
+def test_a_deep_model_in_bf16_passes_the_check_with_a_small_zo_eps() -> None:
+    model = tiny_model("llama", num_hidden_layers=24)
+    engine = engine_for(model, rank1_json(params={"zo_eps": 1e-6}, bf16={"enabled": True}))
+    one_step(engine, tiny_batch("llama"))
+
+
 def test_forwards_that_rank1_noise_cannot_follow_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="each rank needs two of them"):
         engine_for(small(), rank1_json(1, params={"antithetic": False}))
@@ -249,7 +288,7 @@ def test_forwards_that_rank1_noise_cannot_follow_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match="needs the loss of each sequence"):
         engine(**toy_batches(1, size=4)[0])
     engine = engine_for(OwnUse(), rank1_json())
-    with pytest.raises(ValueError, match=r"at head this gives another result than noise in the weights"):
+    with pytest.raises(ValueError, match=r"weight head.weight was used outside of the forward of its module"):
         engine.zo_step(toy_batches(1, size=4)[0], lambda o, b: o.mean((1, 2)))
     with pytest.raises(ValueError, match="got 4 members and 3 sequences"):
         engine.zo_step(toy_batches(1, size=3)[0], lambda o, b: o.mean((1, 2)))
