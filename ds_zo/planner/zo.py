@@ -59,7 +59,8 @@ def _estimate(model: Model, limits: Limits, stream: StreamConfig, params: ZOPara
     streams = offload and (stream.resident_blocks or 0) < num_blocks
     fixed = stream.writeback_interval or (None if streams else 1)
     buffers = ZOBuffers(stream, placement, num_passes, fixed or INTERVALS[-1], placement.narrow)
-    recordings = 2 * trace.block_input_nbytes * is_recorded(model, buffers, pairs=True)
+    # Products on the stream that records have a workspace of their own.
+    recordings = (2 * trace.block_input_nbytes + WORKSPACE_NBYTES) * is_recorded(model, buffers, pairs=True)
     other_nbytes = (
         trace.peak.total + (num_passes - 1) * trace.paused_nbytes + WORKSPACE_NBYTES + _table_nbytes(placement)
     )
