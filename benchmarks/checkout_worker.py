@@ -21,7 +21,6 @@ from typing import IO, Any, NoReturn
 
 import torch
 
-from benchmarks.lora_models import repeat_first_block, with_lora
 from ds_zo.bench.measure import measure_steps, start_device, synchronize
 from ds_zo.bench.runner import import_warm, is_out_of_memory, single_process
 from ds_zo.bench.shapes import materialise, random_model
@@ -110,6 +109,8 @@ def _loaded(case: TrainedCase) -> tuple[Callable[[], torch.Tensor], float]:
     config = config_of(case.shape, num_layers=case.layers, max_length=max(case.length, 2048))
     model: Any = random_model(config, dtype=torch.bfloat16, device=where)
     if case.lora_rank is not None:
+        from benchmarks.lora_models import repeat_first_block, with_lora  # of newer names that only its cases need
+
         kept = repeat_first_block(model)
         model = with_lora(model, rank=case.lora_rank, dtype=torch.bfloat16, device=torch.device("cpu"))
     if "offload_param" not in case.config.get("zero_optimization", {}):
