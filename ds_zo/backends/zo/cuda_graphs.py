@@ -76,6 +76,13 @@ class HostTraffic(TorchDispatchMode):
     """Notes whether an operation reads values back to the host, or copies between host and device. Unlike torch's
     switch for such a search, it concerns this thread alone."""
 
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Torch would never compile a function whose first call is under a mode that returns False."""
+        return True
+
     def __init__(self) -> None:
         super().__init__()
         self.found = False
@@ -88,6 +95,8 @@ class HostTraffic(TorchDispatchMode):
 
 def _reads_values(func: Any, args: Any) -> bool:
     """Whether the host needs values on the device, to return them or to know a shape."""
+    if not isinstance(func, torch._ops.OpOverload):  # an operator over functions, inside which the mode sees nothing
+        return True
     if func.overloadpacket in _INDEXING:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}.isdisjoint(func.tags)
@@ -95,6 +104,8 @@ def _reads_values(func: Any, args: Any) -> bool:
 
 def _crosses_devices(func: Any, args: Any, result: Any) -> bool:
     """Whether a tensor is copied to another device. What `torch.tensor` copies is not seen: recording it fails."""
+    if func.overloadpacket in _INDEXING:  # indices on the host are copied
+        return any(index is not None and index.device != args[0].device for index in args[1])
     if func.overloadpacket not in _COPIES:
         return False
     return len({t.device for t in (*args, result) if isinstance(t, torch.Tensor)}) > 1

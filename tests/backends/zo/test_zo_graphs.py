@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from ds_zo.backends.zo.cuda_graphs import CaptureState, HostTraffic
 
@@ -59,6 +61,7 @@ def test_hooks_inside_a_block_are_seen_while_they_are_there() -> None:
 
 
 X = torch.arange(12.0).view(3, 4)
+Q = torch.ones(1, 1, 16, 16)
 RECORDED = {
     "linear": lambda: nn.functional.linear(X, torch.ones(5, 4)),
     "attention": lambda: nn.functional.scaled_dot_product_attention(X[None, None], X[None, None], X[None, None]),
@@ -78,6 +81,8 @@ READ = {
     "unique": lambda: X.unique(),
     "copy": lambda: X.to("meta"),
     "copy in place": lambda: torch.empty(3, 4, device="meta").copy_(X),
+    "indices on the host": lambda: torch.empty(3, 4, device="meta")[torch.arange(2)],
+    "an operator over functions": lambda: flex_attention(Q, Q, Q),
 }
 
 
@@ -86,3 +91,17 @@ def test_operations_that_the_host_waits_for_are_found(name: str) -> None:
     with HostTraffic() as traffic:
         (RECORDED | READ)[name]()
     assert traffic.found is (name in READ)
+
+
+def test_a_function_whose_first_call_is_looked_at_is_compiled() -> None:
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x.sin() + 1, backend=backend)
+    with HostTraffic():
+        compiled(X)
+    compiled(X)
+    assert len(graphs) == 1
