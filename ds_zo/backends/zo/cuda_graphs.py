@@ -174,7 +174,7 @@ class BlockGraphs:
         self._excluded |= {id(unit) for unit in units}
 
     def forget(self) -> None:
-        """Drops all recordings: the modules have changed, or the working copies have other addresses."""
+        """Drops all recordings: the modules have changed, or the working copies or factors have other addresses."""
         self._recordings.clear()
         self._outputs.clear()
         self._rerecorded.clear()
@@ -193,12 +193,13 @@ class BlockGraphs:
         those inside it."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or id(unit) in self._excluded:
             return forward(*args, **kwargs)
-        if self._recorded_for is not self._store.materialiser:  # working copies have other addresses
+        members, materialiser = self._store.members, self._store.materialiser
+        addresses = materialiser, 0 if members is None else members.num_moves
+        if self._recorded_for != addresses:  # working copies or factors have other addresses
             self.forget()
-            self._recorded_for = self._store.materialiser
-        members, has_fixed_copies = self._store.members, self._store.materialiser.has_fixed_copies
+            self._recorded_for = addresses
         state = () if members is None else members.state
-        if self._disabled or state is None or not (self._lockstep.inside and has_fixed_copies):
+        if self._disabled or state is None or not (self._lockstep.inside and materialiser.has_fixed_copies):
             return forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -227,8 +228,7 @@ class BlockGraphs:
             self._drop(key)
             return forward(*args, **kwargs)
         if members is not None:
-            for tensor in tensors:
-                members.note_tokens(tensor)
+            members.note_tokens(next(filter(_has_tokens, tensors)))
         return recording.replay(tensors)
 
     def _calls_hooks(self, capture_state: CaptureState) -> bool:
@@ -255,9 +255,7 @@ class BlockGraphs:
     def _is_small(self, unit: Unit, tensors: list[torch.Tensor]) -> bool:
         """Whether the block has so few floating-point operations for these inputs that launching its kernels takes
         longer."""
-        num_tokens = max(
-            (t.shape[0] * t.shape[1] for t in tensors if t.dim() == 3 and t.is_floating_point()), default=0
-        )
+        num_tokens = max((t.shape[0] * t.shape[1] for t in filter(_has_tokens, tensors)), default=0)
         on_device = all(t.device == self._device for t in tensors)
         return on_device and 0 < 2 * num_tokens * sum(part.numel for part in unit.parts) < MOST_RECORDED_FLOPS
 
@@ -332,6 +330,12 @@ class BlockGraphs:
         if capture_state.is_stale:  # the forward itself replaced a tensor: its next run would read another one
             return None
         return Recording(graph, capture_state, inputs, self._outputs[key], output_spec)
+
+
+def _has_tokens(tensor: torch.Tensor) -> bool:
+    """Whether an input of a block may be [row, token, feature]. Blocks take hidden states first, and attention masks
+    have four dimensions."""
+    return tensor.dim() == 3 and tensor.is_floating_point()
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -46,7 +46,7 @@ class MemberForwards:
         numbers once a unit is not materialised any more."""
         self._placed: dict[int, tuple[bool, list[ops.SegmentTable], list[torch.Tensor]]] = {}
         """By the unit's id: whether it is pass-long, its tables, and the memory of the factors of each."""
-        self._num_moves = 0
+        self.num_moves = 0
         """How often factors got other addresses."""
         self._at, nbytes = self._plan_scratch()
         """Where in the scratch the factors of each unit outside the blocks begin, by the unit's id."""
@@ -110,7 +110,7 @@ class MemberForwards:
     def _place(self, unit: Unit, tables: list[ops.SegmentTable]) -> list[torch.Tensor]:
         """Memory for the factors of each table. Makes the views that forwards read. Slicing costs more than launching a
         small block's kernels."""
-        self._num_moves += 1
+        self.num_moves += 1
         scratch = self._scratch_of(unit)
         found = []
         factors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -159,9 +159,8 @@ class MemberForwards:
 
     @property
     def state(self) -> Hashable | None:
-        """What else decides which kernels a forward launches, and the addresses that they read. None: a forward must
-        call its modules."""
-        return None if self._check is not None else (self._rows, self._scale, self._num_moves)
+        """What else decides which kernels a forward launches. None: a forward must call its modules."""
+        return None if self._check is not None else (self._rows, self._scale)
 
     def note_tokens(self, x: torch.Tensor) -> None:
         """Notes the number of tokens of an input with three dimensions."""

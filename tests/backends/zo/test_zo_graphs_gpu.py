@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from ds_zo.backends.zo.cuda_graphs import MAX_INPUT_KINDS
 from tests.helpers.equivalence_runs import masters_of, one_step, zo_config, zo_engine
+from tests.helpers.tiny_models import tiny_batch, tiny_model
 from tests.helpers.weights import Weights, assert_equal
 from tests.helpers.zoo import CASES, seeded
 
@@ -83,6 +85,13 @@ def test_recordings_of_members_follow_their_factors() -> None:
             if graphs:
                 assert any(engine.backend._graphs._recordings.values())
     assert_equal(*found)
+
+
+def test_many_blocks_of_members_are_recorded() -> None:
+    """In the first forward, factors get their addresses block by block."""
+    make = partial(tiny_model, "llama", num_hidden_layers=MAX_INPUT_KINDS + 1)
+    _, num_recorded = run(make, lambda seed: tiny_batch("llama", seed=seed), graphs=True, noise="rank1", num_members=2)
+    assert num_recorded > 0
 
 
 def test_blocks_are_recorded_again_after_every_recording_was_dropped() -> None:

@@ -254,6 +254,38 @@ class Mixing(nn.Module):
         return self.last(x)
 
 
+class Branches(nn.Module):
+    """A model that mixes rows in a branch that the first module's output does not enter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.middle, self.last = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, x = self.gate(x).sigmoid(), self.middle(x)
+        return gate * self.last(x - x.mean(0))
+
+
+def test_rows_that_mix_behind_another_module_are_refused() -> None:
+    engine = engine_for(Branches(), rank1_json(4, params={"antithetic": False}))
+    with pytest.raises(ValueError, match="at last other rows have reached a row"):
+        engine.zo_step({"x": torch.randn(4, 4, 4)}, lambda o, b: o.mean((1, 2)))
+
+
+def test_blocks_of_a_forward_share_one_kind_of_recording() -> None:
+    """Factors get their addresses block by block, also after another matrix is trained."""
+    engine = engine_for(tiny_model("llama", num_hidden_layers=4), rank1_json())
+    members, found = engine.backend.store.members, set()
+    for layer in engine.module.model.layers:
+        layer.register_forward_pre_hook(lambda *_: found.add(members.state))
+    for trains in (True, False, True):
+        engine.module.model.layers[0].self_attn.q_proj.weight.requires_grad_(trains)
+        moves = members.num_moves
+        one_step(engine, tiny_batch("llama"))
+        assert members.num_moves > moves
+    assert len(found - {None}) == 1
+
+
 @pytest.mark.parametrize("time_first", [False, True])
 def test_rows_that_mix_are_refused(time_first: bool) -> None:
     engine = engine_for(Mixing(time_first=time_first), rank1_json(4, params={"antithetic": False}))
