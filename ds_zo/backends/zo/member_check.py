@@ -2,8 +2,8 @@
 
 [Note: check of members] Noise outside the weights has the effect of noise in the weights under three conditions. Each
 weight is used by the forward of its own module alone: a mode sees every function of torch that gets one. Rows of the
-batch do not mix: the rows of all other members are NaN from the first module on, and no NaN may reach the rows of the
-first member. And u v^T is the z of the update: the noise that the fused operation adds to weights is compared with the
+batch do not mix: each module returns NaN in the rows of all other members, and no NaN may reach the rows of the first
+member. And u v^T is the z of the update: the noise that the fused operation adds to weights is compared with the
 factors. Outputs of two passes are not compared. In a deep model in 16 bits they differ by rounding as much as by the
 noise.
 """
@@ -69,8 +69,7 @@ class MemberCheck:
             return
         self._products[id(weight)] = product
         by_row = output.view(self._rows.num_rows, -1)
-        if not self._nans:
-            by_row[self._rows.num_each :] = torch.nan
+        by_row[self._rows.num_each :] = torch.nan
         self._nans.append((name, by_row[: self._rows.num_each].isnan().any()))
 
     def saw_losses(self, losses: torch.Tensor) -> None:
