@@ -383,6 +383,39 @@ QWEN_CODE = Grid(
 `qwen` chose (`--rates-from`). LSP and ZeRO-Offload run one at a time (`--jobs 1`); ZeRO-Offload's 90 steps are about as
 many as fit the time of LSP's 150, and `--case-seconds` ends them at LSP's time (`train_s` of its rows)."""
 
+
+def _members(num_members: int, *, zo_eps: float = 3e-3, **params: Any) -> Config:
+    noise = {"noise": "rank1", "num_members": num_members, "zo_eps": zo_eps, **params}
+    return _config("ZO", params=noise, bf16={"enabled": True}, ds_zo={"stream": {"master": "split"}})
+
+
+_SCALED: Config = {"antithetic": False, "shaping": "zscore"}
+_BY_ACCURACY = ("--objective", "accuracy")
+MEMBERS = Grid(
+    {
+        "8-each": Method(_members(1024, **_SCALED), lrs=(3.5e-5, 7e-5, 1.4e-4, 2.8e-4), steps=120, batch_size=128),
+        "16-of-16": Method(_members(16), lrs=(3e-5, 6e-5, 1.2e-4, 2.4e-4), steps=300, batch_size=256),
+        "32-of-8-by-accuracy": Method(
+            _members(32, zo_eps=1e-2, shaping="zscore"),
+            lrs=(3e-5, 6e-5, 1.2e-4, 2.4e-4),
+            steps=250,
+            batch_size=256,
+            arguments=_BY_ACCURACY,
+        ),
+        "8-each-by-accuracy": Method(
+            _members(1024, zo_eps=1e-2, **_SCALED),
+            lrs=(1e-4, 3e-4, 1e-3),
+            steps=110,
+            batch_size=128,
+            arguments=_BY_ACCURACY,
+        ),
+    },
+    tasks=("sst2",),
+    seeds=(0, 1, 2),
+    arguments=("--max-length", "128", "--group-by-length", "--pad-multiple", "16", "--eval-batch-size", "128"),
+)
+"""Members of rank-1 noise on SmolLM2-135M within 8 s, by loss and by accuracy alone. A rate decays over `steps`."""
+
 SMOKE = Grid(
     {
         "zero-shot": Method(ADAMW, steps=0, seeds=(0,)),
@@ -437,6 +470,7 @@ GRIDS: dict[str, Grid] = {
     "qwen": QWEN,
     "qwen-code": QWEN_CODE,
     "nf4": NF4,
+    "members": MEMBERS,
     "smoke": SMOKE,
     "probe": PROBE,
 }
