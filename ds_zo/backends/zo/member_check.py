@@ -63,6 +63,8 @@ class MemberCheck:
         with self.using(weight):
             product = weight @ v.to(weight.dtype)
         if self.in_weights:
+            if id(weight) not in self._products:  # without the other rows, the forward calls other modules
+                raise _mixed(name)
             expected = WEIGHTS_SCALE * v.float().square().sum() * u.float()
             found = product.float() - self._products[id(weight)].float()
             self._differences.append((name, (found - expected).norm() / expected.norm()))
@@ -85,10 +87,7 @@ class MemberCheck:
             )
         for name, is_nan in self._nans:
             if is_nan:
-                raise ValueError(
-                    f'noise "rank1" differs from row to row of the batch, and at {name} other rows have reached a row: '
-                    f"change the model so that it computes each row of the batch alone, or {_REMEDY}"
-                )
+                raise _mixed(name)
 
     def raise_for_noise(self) -> None:
         """Raises if the second pass has found other noise in a weight than that of its factors."""
@@ -98,3 +97,11 @@ class MemberCheck:
                     f"ds_zo: the noise outside the weight of {name} differs from that of its update by a factor of "
                     f"{float(difference):.2g}, which is a fault of ds_zo: {_REMEDY}"
                 )
+
+
+def _mixed(name: str) -> ValueError:
+    return ValueError(
+        f'noise "rank1" differs from row to row of the batch, and at {name} other rows have reached a row, or the row '
+        "is NaN by itself: change the model so that it computes finite numbers from each row of the batch alone, or "
+        f"{_REMEDY}"
+    )

@@ -178,6 +178,11 @@ class MemberForwards:
             self._check_rows(name, x, rows, is_ids=is_embedding)
             add = _add_to_embedding if is_embedding else _add_to_product
             u, v = factors if isinstance(module, (nn.Linear, nn.Embedding)) else factors[::-1]
+            if output.dtype is not u.dtype:
+                raise ValueError(
+                    f'noise "rank1" needs outputs in the dtype of weights, {u.dtype}, got {output.dtype} at {name}: '
+                    'set bf16.enabled in place of torch.autocast, or use noise "mezo" (optimizer.params.noise)'
+                )
             output = add(output, x, u, v, scale=self._scale, rows=rows)
         if check is not None and factors is not None:
             check.saw(name, output, weight, factors[0][0], factors[1][0])

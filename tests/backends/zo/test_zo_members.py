@@ -272,6 +272,31 @@ def test_rows_that_mix_behind_another_module_are_refused() -> None:
         engine.zo_step({"x": torch.randn(4, 4, 4)}, lambda o, b: o.mean((1, 2)))
 
 
+class Switched(nn.Module):
+    """A model in which all rows together decide whether a module runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rare = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.rare(x) if x.abs().max() < 100 else x
+
+
+def test_rows_that_choose_modules_together_are_refused() -> None:
+    engine = engine_for(Switched(), rank1_json(4, params={"antithetic": False}))
+    with pytest.raises(ValueError, match="at rare other rows have reached a row"):
+        engine.zo_step({"x": torch.randn(4, 4, 4)}, lambda o, b: o.mean((1, 2)))
+
+
+def test_autocast_to_another_dtype_is_refused() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        one_step(engine_for(small(), rank1_json(bf16={"enabled": True})), tiny_batch("llama"))
+        with pytest.raises(ValueError, match=r"got torch.bfloat16 at .*q_proj: set bf16.enabled in place"):
+            engine_for(small(), rank1_json())(**tiny_batch("llama"))
+
+
 def test_blocks_of_a_forward_share_one_kind_of_recording() -> None:
     """Factors get their addresses block by block, also after another matrix is trained."""
     engine = engine_for(tiny_model("llama", num_hidden_layers=4), rank1_json())
