@@ -86,7 +86,9 @@ class Recipe:
     options: str = _TEXT_OPTIONS
     """Further arguments of launch/train.py."""
     planned_as: str = ""
-    """How the planned run differs from the recipe; empty if it does not."""
+    """How the planned run differs from the recipe, or its figures from those of a run; empty if they do not."""
+    reads_folder: bool = False
+    """Whether the model is downloaded to a folder first, for a host that cannot load it whole."""
 
     @property
     def anchor(self) -> str:
@@ -128,9 +130,22 @@ class Recipe:
         return tuple(filter(None, (_own_row(self),))) + self.others
 
     @property
+    def folder(self) -> str:
+        """The folder that the model is downloaded to."""
+        return self.model.rpartition("/")[2]
+
+    @property
     def train_command(self) -> str:
         words = f"deepspeed launch/train.py --deepspeed ds_configs/{self.file}.json"
-        return f"{words} --model {self.model} --max-length {self.length} {self.options}"
+        model = f"./{self.folder}" if self.reads_folder else self.model
+        return f"{words} --model {model} --max-length {self.length} {self.options}"
+
+    @property
+    def train_commands(self) -> list[str]:
+        """Those of a user who has the data, but not the model."""
+        if not self.reads_folder:
+            return [self.train_command]
+        return [f'hf download {self.model} --exclude "*/*" --local-dir {self.folder}', self.train_command]
 
     @property
     def plan_command(self) -> str:
@@ -255,10 +270,9 @@ def recipe_block(recipe: Recipe) -> str:
             "",
             "<!-- needs: a GPU and the Hub -->",
             "```bash",
-            _continued(recipe.train_command),
+            *map(_continued, recipe.train_commands),
             "```",
             "",
-            f"Learning rate to start from: {recipe.config['optimizer']['params']['lr']:g}. "
             f"{recipe.batch} x {recipe.length} tokens a step:",
             "",
             table(["", "GPU memory", "host memory", "tokens/s", "of", "row"], rows),

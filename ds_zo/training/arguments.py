@@ -189,7 +189,8 @@ def _add_how(how: argparse._ArgumentGroup) -> None:
     how.add_argument(
         "--lora-targets",
         metavar="NAMES",
-        help="modules that get an adapter, or all-linear (default: q_proj,v_proj; with --method adapter all-linear)",
+        help="modules that get an adapter, or all-linear, which may include experts and routers (default: "
+        "q_proj,v_proj; with --method adapter all-linear)",
     )
     how.add_argument("--train-base", action="store_true", help="with LoRA: train the base weights beside the adapters")
 

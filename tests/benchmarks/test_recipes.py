@@ -10,14 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from deepspeed.runtime.config import DeepSpeedConfig
+from transformers import AutoModelForCausalLM
 
 from benchmarks.pages import MARKED, filled
 from benchmarks.recipe_speed import CONTENDERS
 from benchmarks.recipes import CONFIGS, RECIPES, RESULTS, Measured, Recipe
 from ds_zo.cli import main
 from ds_zo.config import backend_of, resolve
+from ds_zo.planner.shapes import config_of
 from ds_zo.records.rows import read_objects
+from ds_zo.training.arguments import parse_args
+from ds_zo.training.model import add_lora
 
 pytestmark = pytest.mark.usefixtures("models_are_traced_once")
 
@@ -86,7 +91,24 @@ def test_a_row_of_this_json_has_its_settings(recipe: Recipe, found: Measured) ->
         settings["stream"] = {key: value for key, value in settings["stream"].items() if key != "resident_blocks"}
     assert (settings["shape"], settings["stream"]) == (recipe.shape, recipe.stream)
     method = row["params"].get("method") or row["params"]["contender"].removesuffix("-streamed")
+    if method == "lora":  # the name of `benchmarks.methods` for the backend that the row's JSON has
+        method = backend_of(row["config"])
+        assert row["gradient_clipping"] == recipe.config["gradient_clipping"]
     assert method in (recipe.contender, CONTENDERS.get(recipe.contender))
+
+
+@pytest.mark.parametrize("recipe", [each for each in RECIPES if each.reads_folder], ids=by_file)
+def test_the_command_for_a_mixture_trains_attention_alone(recipe: Recipe) -> None:
+    """Neither experts nor routers, which PEFT's `all-linear` adds to some models."""
+    download, train = (shlex.split(command) for command in recipe.train_commands)
+    args = parse_args(train[2:])
+    assert args.model == f"./{download[-1]}" and args.deepspeed == Path("ds_configs", f"{recipe.file}.json")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(recipe.shape, num_layers=1))
+        model = add_lora(model, args)
+    trained = {name.partition("layers.0.")[2] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {f"self_attn.{x}_proj.lora_{half}.default.weight" for x in "qkvo" for half in "AB"}
+    assert model.peft_config["default"].r == 16
 
 
 @pytest.mark.parametrize(("recipe", "found"), EXACT, ids=lambda value: getattr(value, "file", None))
