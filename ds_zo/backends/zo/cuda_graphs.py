@@ -32,7 +32,7 @@ from ds_zo.streaming.units import Unit
 
 MOST_RECORDED_FLOPS = 0.5e12
 """FLOPs of a block's forward below which launching its kernels from Python takes longer than they take on an H200. ZO
-replays such a block as a CUDA graph, where both perturbed copies are made at once."""
+replays such a block as a CUDA graph, where its copies have fixed addresses."""
 MAX_INPUT_KINDS = 16
 """Kinds of inputs (shapes, dtypes, other arguments) that are recorded: each kind keeps one graph per block and pass."""
 

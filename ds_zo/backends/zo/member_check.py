@@ -10,10 +10,12 @@ noise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import nn
 
 from ds_zo.backends.common.stray_weights import StrayWeightDetector
 from ds_zo.backends.zo.members import MemberRows
@@ -23,6 +25,27 @@ WEIGHTS_SCALE = 0.125
 _LARGEST_DIFFERENCE = 0.1
 """Relative difference of u v^T and the noise in weights that rounding may explain."""
 _REMEDY = 'use noise "mezo" (optimizer.params.noise)'
+_LIKE = frozenset(
+    (
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "is_contiguous"),
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+    )
+)
+"""Torch functions that read the shape, dtype and device of a weight, and not its values."""
+_CASTS = frozenset(("to", "type_as"))
+"""Torch functions that read the values of the first tensor alone."""
+
+
+class WeightReads(StrayWeightDetector):
+    """Records weights whose values are read outside of the forward of their module."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _LIKE or (name in _CASTS and not isinstance(args[0], nn.Parameter)):
+            return func(*args, **(kwargs or {}))
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class MemberCheck:
@@ -34,7 +57,7 @@ class MemberCheck:
         self._rows = rows
         self._in_use: set[int] = set()
         """Ids of the weights whose own module's forward is running."""
-        self.detector = StrayWeightDetector({key: (key, name) for key, name in weights.items()}, self._is_in_use)
+        self.detector = WeightReads({key: (key, name) for key, name in weights.items()}, self._is_in_use)
         """Mode of the first pass."""
         self.in_weights = False
         """Whether the second pass is running."""

@@ -290,6 +290,24 @@ def test_rows_that_choose_modules_together_are_refused() -> None:
         engine.zo_step({"x": torch.randn(4, 4, 4)}, lambda o, b: o.mean((1, 2)))
 
 
+class Likened(nn.Module):
+    """A model that takes the dtype and device of a weight for other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.last.weight
+        shift = weight.new_zeros(4) + torch.zeros_like(weight)[0] + torch.ones(4).type_as(weight).to(weight)
+        return self.last(self.first(x) + shift)
+
+
+def test_weights_may_lend_their_dtype_and_device() -> None:
+    engine = engine_for(Likened(), rank1_json(4, params={"antithetic": False}))
+    engine.zo_step({"x": torch.randn(4, 4, 4)}, lambda o, b: o.mean((1, 2)))
+
+
 def test_autocast_to_another_dtype_is_refused() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         one_step(engine_for(small(), rank1_json(bf16={"enabled": True})), tiny_batch("llama"))
