@@ -44,9 +44,7 @@ def estimate_adapter(
     the whole model does not fit the device. `checkpointing`: of a run whose blocks do not stream. Streamed blocks are
     always recomputed. `head_in_chunks`: see `Model.low_rank_trace`."""
 
-    def traced(model: Model, *, checkpointing: bool = checkpointing) -> Trace:
-        return model.low_rank_trace(checkpointing=checkpointing, head_in_chunks=head_in_chunks)
-
+    traced = partial(Model.low_rank_trace, checkpointing=checkpointing, head_in_chunks=head_in_chunks)
     estimate = partial(_estimate, model, limits, params, traced, checkpointing)
     return recomputed.streaming(estimate, model, limits, stream or StreamConfig(), offload)
 
@@ -60,18 +58,17 @@ def _estimate(
     stream: StreamConfig,
     offload: bool,
 ) -> Estimate:
-    trace = traced(model)
-    if offload:
-        recomputing = partial(traced, checkpointing=True)
-        trace = recomputed.trace_of(
-            model, stream, recomputing, trained=model.adapter_numels_by_block, trains_before_blocks=False
-        )
-    trained, ranks = _trained(model, trace), f"LoRA of rank {LOW_RANK}"
+    ranks = f"LoRA of rank {LOW_RANK}"
     ranks += f", on experts {model.experts_rank}," if model.experts_rank else ""
     scratch = decodings = 0
     if offload:
         placement = units_of(model, stream, trains_base=False, in_groups=stack_ids(model.module))
         by_matrix, in_group = decodes_by_matrix(placement, budget_nbytes=limits.device_nbytes), groups_nbytes(placement)
+        recomputing = partial(traced, checkpointing=True, experts_in_groups=in_group > 0)
+        trace = recomputed.trace_of(
+            model, stream, recomputing, trained=model.adapter_numels_by_block, trains_before_blocks=False
+        )
+        trained = _trained(model, trace)
         placement.scratch_nbytes = scratch = decoding_nbytes(placement, by_matrix=by_matrix) + in_group
         placed = recomputed.place(model, limits, stream, trace, beside=trained, placement=placement)
         base = "" if stream.frozen_dtype == "auto" else f", base in {stream.frozen_dtype}"
@@ -80,6 +77,8 @@ def _estimate(
         setting = f"{placed.setting}{base}, {ranks} trained"
         decodings = 2 if by_matrix or in_group else 1
     else:
+        trace = traced(model)
+        trained = _trained(model, trace)
         setting = f"all on the device, {ranks} trained{', checkpointing' if checkpointing else ''}"
         placed = Placed(setting, model.weights_nbytes, trained)
     step_s, compute_s = recomputed.seconds(model, trace, placed, update_at_end_s=_update_s(model), decodings=decodings)
@@ -106,16 +105,13 @@ def _estimate(
 
 
 def _trained(model: Model, trace: Trace) -> dict[str, int]:
-    """Device memory besides the base: adapters, float32 masters, Adam's moments, and the peak of the backward pass or
-    of the step, whichever is larger."""
+    """Device memory besides the base: adapters, float32 masters, Adam's moments, and the peak of the backward pass."""
     numel, itemsize = model.adapters_numel, model.itemsize
-    peak = trace.peak_keeping
-    in_step = 4 * numel - peak.activations - peak.logits
     return {
         "adapters": itemsize * numel + (4 * numel if itemsize < 4 else 0),
         "states": 8 * numel,
-        **peak.parts,
-        "gradients": max(itemsize * numel, in_step),
+        **trace.peak_keeping.parts,
+        "gradients": 4 * numel,  # summed in float32
         "workspace": TWO_WORKSPACES_NBYTES,
     }
 

@@ -110,16 +110,20 @@ class Model:
 
         return self._trace(f"backward {checkpointing} {loss_in_chunks}", run)
 
-    def low_rank_trace(self, *, checkpointing: bool, head_in_chunks: bool = True) -> Trace:
+    def low_rank_trace(
+        self, *, checkpointing: bool, head_in_chunks: bool = True, experts_in_groups: bool = False
+    ) -> Trace:
         """The trace of a forward and a backward pass that train LoRA adapters of rank LOW_RANK on all `matrices`, with
-        the loss in chunks. `head_in_chunks`: the logits too, as this package's backends compute them."""
+        the loss in chunks. `head_in_chunks`: the logits too, as this package's backends compute them.
+        `experts_in_groups`: the backend computes the experts, with adapters of `experts_rank`."""
 
         def run() -> Trace:
             chunks = self._chunked_heads() if head_in_chunks else self._chunked_losses()
-            with chunks, low_rank_adapters(self.module, self.blocks, rank=LOW_RANK):
+            experts_rank = self.experts_rank if experts_in_groups else None
+            with chunks, low_rank_adapters(self.module, self.blocks, rank=LOW_RANK, experts_rank=experts_rank):
                 return self._run_backward(checkpointing=checkpointing)
 
-        return self._trace(f"low rank {checkpointing} {head_in_chunks}", run)
+        return self._trace(f"low rank {checkpointing} {head_in_chunks} {experts_in_groups}", run)
 
     def _trace(self, kind: str, run: Callable[[], Trace]) -> Trace:
         if (self.batch, kind) not in self._traces:

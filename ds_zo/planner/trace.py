@@ -138,6 +138,11 @@ class _Tracer(TorchDispatchMode):
             out = args[0].new_empty(num_bins)
         else:
             out = func(*args, **kwargs)
+        if func is torch.ops.aten._softmax_backward_data.default:
+            product = torch.empty_like(
+                args[0]
+            )  # CUDA's kernel reads the gradient times the output, a tensor of its own
+            self._count(product)
         outputs = [out] if isinstance(out, torch.Tensor) else _tensors(out)
         self._price(func, args, kwargs, out, outputs)
         for t in outputs:

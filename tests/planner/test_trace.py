@@ -164,3 +164,19 @@ def test_scores_of_attention_never_exist() -> None:
     model.seq = 4096
     scores = 4 * 4 * 4096**2  # four heads in float32
     assert model.forward_trace().peak.total < scores / 8
+
+
+class Scores(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return type("Output", (), {"loss": self.layer(x).softmax(-1).sum()})
+
+
+def test_the_gradient_of_a_softmax_takes_the_memory_of_cudas_kernel() -> None:
+    """The scores, their gradient times the scores, and the result. The gradient of a sum is one number."""
+    model, x = Scores().to("meta"), torch.empty(32 * ROWS, WIDTH, device="meta")
+    trace = trace_pass(model, {"x": x}, blocks=[model.layer], rates=Rates(), backward=True)
+    assert trace.peak.total // (32 * TENSOR) == 3

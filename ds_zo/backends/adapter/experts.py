@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def _takes_functions(layer: nn.Module) -> bool:
     return is_decorated and "forward" not in vars(layer) and not getattr(layer, "_is_expert_parallel", False)
 
 
-def _stack_names(layer: nn.Module) -> tuple[str, str]:
+def stack_names(layer: nn.Module) -> tuple[str, str]:
     """Names of the stacks of weights of a layer of experts."""
     return "gate_up_proj" if getattr(layer, "has_gate", True) else "up_proj", "down_proj"
 
@@ -51,7 +51,7 @@ def stack_ids(module: nn.Module, device: torch.device | None = None) -> set[int]
     if device is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         return set()  # torch has no grouped products there
     layers = filter(_takes_functions, module.modules())
-    stacks = (layer._parameters.get(name) for layer in layers for name in _stack_names(layer))
+    stacks = (layer._parameters.get(name) for layer in layers for name in stack_names(layer))
     return {
         id(p)
         for p in stacks
@@ -84,9 +84,9 @@ class ExpertLayers:
         """Each layer and each wrapper of its stacks, and what takes the place of its forward. They are made once,
         because torch.compile compiles again for a new function."""
         for layer in layers:
-            names = _stack_names(layer)
+            names = stack_names(layer)
             own = {w.parameter_name: w for w in wrappers if w.get_base_layer() is layer and w.parameter_name in names}
-            self._forwards.append((layer, partial(_forward, layer, own)))
+            self._forwards.append((layer, partial(experts_forward, layer, own)))
             self._forwards += [(wrapper, partial(_forward_of_base, wrapper)) for wrapper in own.values()]
 
     def attach(self) -> None:
@@ -106,13 +106,17 @@ class _Routing:
     expert_of_row: torch.Tensor
     ends: torch.Tensor
     """For each expert, the end of its rows."""
-    ends_on_host: Sequence[int]
+
+    @cached_property
+    def ends_on_host(self) -> Sequence[int]:
+        found: list[int] = self.ends.tolist()
+        return found
 
     @classmethod
     def of(cls, expert_of_row: torch.Tensor, num_experts: int) -> _Routing:
         experts = torch.arange(num_experts, device=expert_of_row.device, dtype=expert_of_row.dtype)
         ends = torch.searchsorted(expert_of_row, experts, right=True, out_int32=True)
-        return cls(expert_of_row, ends, ends.tolist())
+        return cls(expert_of_row, ends)
 
     def groups(self, num_in_group: int) -> Iterator[tuple[range, slice, torch.Tensor]]:
         """The groups of experts that have rows: the experts, their rows, and the ends of each expert's rows in them."""
@@ -184,7 +188,7 @@ def _low_rank(
         yield first.mT, second, wrapper.scaling[adapter]
 
 
-def _forward(
+def experts_forward(
     layer: Any,
     wrappers: dict[str, Any],
     hidden_states: torch.Tensor,
@@ -195,7 +199,7 @@ def _forward(
     num_tokens, top_k = top_k_index.shape
     expert_of_row, order = torch.sort(top_k_index.reshape(-1), stable=True)
     routing = _Routing.of(expert_of_row, layer.num_experts)
-    up, down = _stack_names(layer)
+    up, down = stack_names(layer)
     rows = _project(layer, wrappers, hidden_states[order // top_k], up, routing)
     rows = layer._apply_gate(rows) if up == "gate_up_proj" else layer.act_fn(rows)
     rows = _project(layer, wrappers, rows, down, routing)
