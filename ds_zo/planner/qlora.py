@@ -24,6 +24,7 @@ def estimate_qlora(model: Model, limits: Limits, *, checkpointing: bool = True) 
     largest = max((m * n for m, n in model.matrices), default=0)
     decoded_nbytes = (3 if checkpointing else 2) * (_NF4_NBYTES + itemsize) * numel
     device = {**whole.device, "weights": model.weights_nbytes - int((itemsize - _NF4_NBYTES) * numel)}
+    device["gradients"] = itemsize * model.adapters_numel
     return replace(
         whole,
         contender="qlora",
