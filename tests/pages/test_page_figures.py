@@ -49,12 +49,12 @@ def test_the_readme_begins_with_the_figures_of_its_table() -> None:
     """The table is a selection of that of docs/choose.md."""
     speeds = [row[2:5] for row in tables_of(CHOOSE)]
     shown = [row for row in tables_of(README) if row[1].endswith(" GB")]
-    assert [row[0].partition(":")[0] for row in shown] == ["8B", "30B", "70B", "175B"]
+    assert [row[0].partition(":")[0] for row in shown] == ["8B", "30B", "70B", "120B mixture (gpt-oss)"]
     assert all(row[1:4] in speeds for row in shown)
     head = README.partition("\n![")[0]
     near = [(round(float(gpu.split()[0])), round(float(host.split()[0]))) for _, gpu, host, *_ in shown]
-    assert near[1:] == [(21, 66), (7, 44), (11, 107)]
-    assert "7 GB of GPU and 44 GB" in " ".join(head.split()) and "21 and 66" in head and "11 and 107" in head
+    assert near[1:] == [(21, 66), (7, 44), (12, 73)]
+    assert "7 GB of GPU and 44 GB" in " ".join(head.split()) and "21 and 66" in head and "12 and 73" in head
 
 
 def test_speeds_that_the_readme_compares_are_of_rows() -> None:
