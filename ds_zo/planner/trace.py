@@ -139,9 +139,7 @@ class _Tracer(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         if func is torch.ops.aten._softmax_backward_data.default:
-            product = torch.empty_like(
-                args[0]
-            )  # CUDA's kernel reads the gradient times the output, a tensor of its own
+            product = torch.empty_like(args[0])  # CUDA's kernel reads the gradient times the output
             self._count(product)
         outputs = [out] if isinstance(out, torch.Tensor) else _tensors(out)
         self._price(func, args, kwargs, out, outputs)
