@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -114,6 +115,7 @@ class _Tracer(TorchDispatchMode):
 
     def __init__(self, rates: Rates, *, vocab_size: int | None, known: Sequence[torch.Tensor]) -> None:
         super().__init__()
+        import_module("torch._dynamo")  # hooks import it; inside a traced forward that would keep a tensor alive
         self._rates = rates
         self._vocab_size = vocab_size
         self._live: dict[int, _LiveStorage] = {t.untyped_storage()._cdata: _LiveStorage(0, False, t) for t in known}
