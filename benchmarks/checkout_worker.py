@@ -109,7 +109,7 @@ def _loaded(case: TrainedCase) -> tuple[Callable[[], torch.Tensor], float]:
     config = config_of(case.shape, num_layers=case.layers, max_length=max(case.length, 2048))
     model: Any = random_model(config, dtype=torch.bfloat16, device=where)
     if case.lora_rank is not None:
-        from benchmarks.lora_models import repeat_first_block, with_lora  # of newer names that only its cases need
+        from benchmarks.lora_models import repeat_first_block, with_lora  # it uses names that older checkouts lack
 
         kept = repeat_first_block(model)
         model = with_lora(model, rank=case.lora_rank, dtype=torch.bfloat16, device=torch.device("cpu"))

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from ds_zo.bench.shapes import materialise
-from ds_zo.ops import nf4
+from ds_zo.ops import mxfp4, nested, nf4
 from ds_zo.streaming.blocks import find_blocks
 from ds_zo.streaming.host_store import HostStore
 from ds_zo.streaming.loading import attach_source
 from ds_zo.streaming.placement import WIRE, base_matrix_ids, is_linear
+from ds_zo.streaming.units import num_matrices
 
 _CHUNK_NUMEL = 2**24
 """Weights that are quantised at a time."""
@@ -61,18 +62,12 @@ class RepeatedBlock:
 
 
 def _quantised(values: torch.Tensor, name: str, form: str) -> nf4.Quantised:
-    """A matrix or a stack of experts, as a checkpoint holds it. Checkouts that `side_by_side` measures may be without
-    the modules that are imported here."""
+    """A matrix or a stack of experts, as a checkpoint holds it."""
     shape = tuple(values.shape)
     if form == "mxfp4":
-        from ds_zo.ops import mxfp4
-
         packed, scales = _planes(mxfp4.quantise, values.split(1))
         return mxfp4.MXFP4Values(packed, scales, shape)
     if form == "nf4_nested":
-        from ds_zo.ops import nested
-        from ds_zo.streaming.units import num_matrices
-
         rows = values.view(num_matrices(name, shape), -1)
         packed, scales = _planes(nested.quantise, rows)
         return nested.NestedValues(packed, scales.view(len(rows), -1), shape)
